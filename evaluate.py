@@ -1,0 +1,196 @@
+"""How good is a checkpoint: success by category and by reward token, with 95 % intervals (paper, Inference).
+
+    python evaluate.py runs/rcgrpo                       # success under the high token, no token, the low token
+    python evaluate.py runs/rctp --temperature 0 --show 3
+
+Success is R = R_state * R_action = 1 within the limits (reward.py). The paper conditions on the high token and does not say
+what the others do; here all three are measured on the same tasks. For --env bfcl the verdict of the official checker, which
+is stricter about turns and looser about calls, stands beside ours.
+"""
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import bfcl
+import envs
+from model import load_policy
+from reward import trajectory_reward
+from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from sampler import Sampler
+from tokens import HIGH, LOW
+
+GOALS = {"high": HIGH, "none": None, "low": LOW}
+TASK_KEYS = ("env", "split", "categories", "turns", "calls", "tools", "clutter")
+CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
+
+
+@dataclass
+class TaskOptions:
+    """Which tasks: shared by all programs, and written down in a run's config.json for the next stage."""
+    env: str = option("sim", "tasks: sim (envs.py, no download) or bfcl (the real benchmark, bfcl.py)", choices=("sim", "bfcl"))
+    split: str = option("scenario", "bfcl: scenario (leak-free) or random (the paper's, leaks)", choices=("scenario", "random"))
+    categories: str = option(",".join(CATEGORIES), "task categories, comma-separated")
+    turns: int = option(2, "sim: user turns of a base task, at most")
+    calls: int = option(2, "sim: golden calls of a turn, at most")
+    tools: int = option(6, "sim: tools offered, distractors included")
+    clutter: int = option(3, "sim: entries of clutter around a result in long_context")
+    seed: int = option(0, "seed of everything: tasks, initial weights, order, tokens, sampling")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
+
+    def check_tasks(self):
+        names = self.categories.split(",")
+        require(set(names) <= set(CATEGORIES), f"--categories knows {', '.join(CATEGORIES)}; got {self.categories}")
+        require(self.turns >= 1 and self.calls >= 1, "--turns and --calls must be at least 1")
+        require(self.seed >= 0, "--seed must not be negative")
+
+    def torch_device(self) -> torch.device:
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        name = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            return torch.zeros(1, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"--device {name} is not available: {str(error).splitlines()[0]}")
+
+
+def load_tasks(options: TaskOptions, part: str, n: int, seed: int) -> list:
+    """n tasks of a part (train, validation, test) of the chosen environment; fewer where BFCL has no more (n <= 0: all)."""
+    categories = tuple(options.categories.split(","))
+    if options.env == "sim":
+        try:
+            return envs.make_tasks(n, seed, part=part, categories=categories, turns=(1, options.turns), calls=(1, options.calls),
+                                   tools=options.tools, clutter=options.clutter)
+        except ValueError as error:
+            raise UserError(f"the simulator's tasks: {error}")
+    try:
+        tasks = bfcl.load_tasks(categories, split=options.split, part=part)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise UserError(str(error))
+    if n <= 0 or n >= len(tasks):
+        return tasks
+    groups = [[task for task in tasks if task.category == name] for name in categories]     # take from all categories alike
+    return [task for row in zip(*groups) for task in row][:n] if n < len(categories) * min(map(len, groups)) else tasks[:n]
+
+
+def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a proportion; (0, 1) for n = 0."""
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+def play(sampler: Sampler, tasks: list, goals=tuple(GOALS), temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+         seed: int = 0, title: str = "evaluating") -> list[dict]:
+    """One episode per task and goal -> one row each: task, category, goal, success, ..., and the trajectory itself."""
+    episodes = [(goal, task.episode()) for goal in goals for task in tasks]
+    prompts = [sampler.renderer.prompt(episode.messages, episode.tools, GOALS[goal]) for goal, episode in episodes]
+    with tqdm(total=len(episodes), desc=title, unit="ep", leave=False) as bar:
+        trajectories = []
+        for i in range(0, len(episodes), 4 * sampler.rows):              # in a few pieces, so that the bar moves
+            piece = slice(i, i + 4 * sampler.rows)
+            trajectories += sampler.rollout([episode for _, episode in episodes[piece]], prompts[piece], temperature,
+                                            top_p, top_k, seed=(seed, i))
+            bar.update(len(episodes[piece]))
+    rows = []
+    for (goal, episode), trajectory in zip(episodes, trajectories):
+        reward = trajectory_reward(episode)
+        rows.append({"task": episode.task.id, "category": episode.task.category, "goal": goal,
+                     "success": 0 if trajectory.truncated else reward.total, "state": reward.state, "action": reward.action,
+                     "truncated": trajectory.truncated, "trajectory": trajectory})
+        if isinstance(episode, bfcl.Episode):
+            rows[-1]["official"] = int(not trajectory.truncated and bfcl.official_verdict(episode))
+    return rows
+
+
+def rate(rows: list[dict], key: str = "success", **where) -> float:
+    """Mean of `key` over the rows that match; nan where none does."""
+    values = [row[key] for row in rows if all(row[name] == value for name, value in where.items())]
+    return sum(values) / len(values) if values else math.nan
+
+
+def table(rows: list[dict], key: str = "success") -> str:
+    """Success in percent by goal (lines) and category (columns), with Wilson 95 % intervals."""
+    categories = sorted({row["category"] for row in rows}, key=CATEGORIES.index)
+    lines = [f"{key + ' %':12}" + "".join(f"{name:>22}" for name in ["all"] + categories)]
+    for goal in dict.fromkeys(row["goal"] for row in rows):
+        line = f"{goal:12}"
+        for category in [None] + categories:
+            values = [row[key] for row in rows if row["goal"] == goal and category in (None, row["category"])]
+            low, high = wilson(sum(values), len(values))
+            line += f"{100 * sum(values) / len(values):8.1f} [{100 * low:4.1f}, {100 * high:5.1f}]"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def transcript(row: dict) -> str:
+    """A whole episode in readable form."""
+    trajectory = row["trajectory"]
+    lines = [f"--- {row['task']} ({row['category']}), token: {row['goal']}, R = {row['success']} "
+             f"(state {row['state']}, action {row['action']}{', truncated' if row['truncated'] else ''})"]
+    said = iter(trajectory.messages)
+    for message in trajectory.episode.messages:
+        text = next(said, "") if message["role"] == "assistant" else message["content"]
+        if message.get("tools"):
+            text += " (now available: " + ", ".join(tool["function"]["name"] for tool in message["tools"]) + ")"
+        lines.append(f"{message['role']:>10}: {text}")
+    lines += [f"{'assistant':>10}: {text}" for text in said]
+    golden = [call for turn in trajectory.episode.task.golden for call in turn]
+    lines.append(f"{'golden':>10}: " + "; ".join(f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in golden))
+    return "\n".join(lines)
+
+
+@dataclass
+class Options(TaskOptions):
+    checkpoint: str = option("runs/rcgrpo", "run folder, checkpoint folder, GGUF file or hub name")
+    part: str = option("test", "part of the split", choices=("train", "validation", "test"))
+    n: int = option(400, "tasks; 0: all that the part has (bfcl)")
+    tokens: str = option("high,none,low", "reward tokens to condition on, comma-separated")
+    temperature: float = option(1.0, "sampling temperature; 0 is greedy")
+    top_p: float = option(1.0, "nucleus sampling (evaluation only)")
+    top_k: int = option(0, "top-k sampling (evaluation only); 0 is off")
+    rows: int = option(16, "episodes side by side", builtin=256)
+    max_message: int = option(512, "tokens of one assistant message, at most", builtin=64)
+    max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16)
+    show: int = option(0, "print this many whole episodes")
+    out: str = option("", "write all episodes to this JSONL file")
+
+    def check(self):
+        self.check_tasks()
+        require(set(self.tokens.split(",")) <= set(GOALS), f"--tokens knows {', '.join(GOALS)}; got {self.tokens}")
+        require(self.n >= 1 or (self.env == "bfcl" and self.n == 0), "--n must be at least 1 (0, all, for bfcl)")
+        require(self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0,
+                "--temperature must not be negative, --top_p in (0, 1], --top_k not negative")
+        require(min(self.rows, self.max_message, self.max_messages) >= 1, "--rows, --max_message and --max_messages must be at least 1")
+
+
+def main(argv=None):
+    given = read_flags(Options, argv, positional="checkpoint")
+    path = checkpoint_of(given["checkpoint"], "python sft.py")
+    config = config_of(given["checkpoint"])
+    inherited = {key: value for key, value in config.get("tasks", {}).items() if key in TASK_KEYS}
+    o = make_options(Options, {**inherited, **given}, config.get("builtin", False))
+    model, tokenizer = load_policy(path, o.torch_device())
+    sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
+    tasks = load_tasks(o, o.part, o.n, seed=10_000 + o.seed)
+    rows = play(sampler, tasks, o.tokens.split(","), o.temperature, o.top_p, o.top_k, o.seed)
+    print(f"{o.checkpoint}: {len(tasks)} {o.part} tasks of {o.env}, " + ("greedy" if o.temperature == 0 else f"temperature {o.temperature:g}"))
+    print(table(rows))
+    if "official" in rows[0]:
+        print(table(rows, "official"))
+    for row in rows[:o.show]:
+        print(transcript(row))
+    if o.out:
+        Path(o.out).write_text("".join(json.dumps({**{k: v for k, v in row.items() if k != "trajectory"},
+                                                   "messages": row["trajectory"].messages}) + "\n" for row in rows))
+        print(f"wrote {o.out}")
+
+
+if __name__ == "__main__":
+    program(main)

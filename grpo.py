@@ -1,0 +1,363 @@
+"""GRPO for multi-turn tool calling: group advantages, the clipped loss with a KL term, and the training loop.
+
+    python grpo.py                                       # SFT + GRPO, from runs/sft -> runs/grpo
+    python grpo.py --init runs/rctp                      # RCTP-FT + GRPO: every rollout under the high token
+
+Implements, by the paper's equation numbers: (6) A_j = (R_j - mu_g) / (sigma_g + eps_stab) with the population standard
+deviation over a group of G rollouts of one task; (8), (9) the token-level clipped surrogate and the KL to the frozen
+reference, both under the rollout's own prompt. A rollout just has a prompt: which one is the choice of the function
+`condition` that train() is given, and this is all that rcgrpo.py changes.
+
+Departures from the usual GRPO and points where the paper is silent:
+  1. One update per batch of rollouts by default; the old log-probs are then the current ones, detached, and the ratio is 1.
+     With --updates > 1 they are recomputed by the trainer before the first update (the sampler's own differ by rounding).
+  2. The normaliser belongs to the whole step: micro-batches do not change the gradient. --norm sequence is the paper's
+     1/G sum_j 1/|tau_j| sum_t; --norm token weighs every token of the step alike.
+  3. KL is the k3 estimator, continued along its tangent beyond a log-ratio of 10, so that a gap of 100 stays finite.
+  4. Truncated episodes get reward 0. Groups whose rewards are all equal have exactly zero advantage (tested as max == min,
+     not by dividing rounding noise by eps_stab); with beta > 0 they still pull towards the reference, unless --skip_flat.
+  5. Everything random is a function of (seed, step): nothing but weights, moments and the step number is needed to resume.
+"""
+import json
+import random
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, play, rate, table
+from model import Optimizer, batches_by_length, frozen_copy, load_policy, pad, save_policy, token_logprobs
+from reward import trajectory_reward
+from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from sampler import Sampler, Trajectory
+
+RATIO_BOUND = 20.0         # log-ratios are cut here before exp: far outside any clip range
+KL_BOUND = 10.0            # from here on k3 continues as its tangent
+NAMES = {goal: name for name, goal in GOALS.items()}
+
+
+@dataclass
+class Options(TaskOptions):
+    """The paper's values (second-hand, sources disagree: G 4 or 5, beta 0.05 or 0.1, lr 1e-5 or 1e-6) for pretrained models."""
+    init: str = option("runs/sft", "where to start: run folder, checkpoint folder or hub name; it is the frozen reference too")
+    out: str = option("runs/grpo", "run folder")
+    steps: int = option(100, "training steps", builtin=40)
+    tasks: int = option(8, "tasks in a step (P)", builtin=32)
+    group: int = option(4, "rollouts of a task (G)", builtin=8)
+    lr: float = option(1e-6, "learning rate", builtin=3e-4)
+    warmup: int = option(10, "steps of linear warm-up; the rate is constant afterwards")
+    beta: float = option(0.05, "weight of the KL to the reference policy", builtin=0.02)
+    clip: float = option(0.2, "clip range of the ratio, symmetric")
+    updates: int = option(1, "updates on the same rollouts")
+    norm: str = option("sequence", "loss normaliser over the whole step: sequence (1/N sum_j 1/len_j) or token (1/tokens)",
+                       choices=("sequence", "token"))
+    eps_stab: float = option(1e-4, "eps_stab of the advantages")
+    temperature: float = option(1.0, "sampling temperature, the same in sampler and trainer")
+    skip_flat: bool = option(False, "leave rollouts with zero advantage out of the update (saves time; drops their KL term)", builtin=True)
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    beta2: float = option(0.99, "AdamW's second beta")
+    clip_norm: float = option(1.0, "gradient norm, at most")
+    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one rollout)", builtin=4096)
+    rows: int = option(16, "episodes side by side in the sampler", builtin=256)
+    max_message: int = option(512, "tokens of one assistant message, at most", builtin=64)
+    max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16)
+    eval_tasks: int = option(40, "held-out tasks, before and after; 0: none", builtin=300)
+    eval_part: str = option("test", "part of the split that before and after are measured on", choices=("validation", "test"))
+    save_every: int = option(10, "steps between checkpoints")
+    resume: bool = option(False, "go on with the interrupted run in <out>.partial")
+
+    def check(self):
+        self.check_tasks()
+        require(self.group >= 2, f"--group must be at least 2: a group of {self.group} has no variance and teaches nothing")
+        require(self.steps >= 1 and self.tasks >= 1 and self.updates >= 1, "--steps, --tasks and --updates must be at least 1")
+        require(self.lr > 0 and self.beta >= 0 and 0 < self.clip and self.eps_stab >= 0, "--lr and --clip must be positive, --beta and --eps_stab not negative")
+        require(self.temperature > 0, "--temperature must be positive in training (greedy rollouts are all alike)")
+        require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every) >= 1,
+                "--rows, --max_message, --max_messages, --token_budget and --save_every must be at least 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the equations
+
+def group_advantages(rewards: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
+    """Eq. (6): (P, G) rewards -> (P, G) advantages (R - mean) / (population std + eps), in fp32.
+
+    Equal rewards give exact zeros (Definition 4.1). Raises ValueError for G < 2 or a reward that is not finite.
+    """
+    rewards = torch.as_tensor(rewards, dtype=torch.float32)
+    if rewards.dim() != 2 or rewards.shape[1] < 2:
+        raise ValueError(f"rewards must be (tasks, group) with at least 2 rollouts a group, not {tuple(rewards.shape)}")
+    if not torch.isfinite(rewards).all():
+        raise ValueError("a reward is NaN or infinite")
+    spread = rewards - rewards.mean(1, keepdim=True)                                     # (P, G)
+    advantages = spread / (rewards.std(1, unbiased=False, keepdim=True) + eps)
+    flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)                # (P, 1)
+    return advantages.masked_fill(flat, 0.0)
+
+
+def clipped_loss(logp, old_logp, ref_logp, advantages, mask, clip: float, beta: float, weights=None):
+    """Eq. (8), (9): the clipped surrogate minus beta * KL, summed over tokens with one weight per rollout.
+
+    logp, old_logp, ref_logp: (B, T) fp32; ref_logp may be None if beta is 0. advantages: (B,); mask: (B, T) bool.
+    weights: (B,), a rollout's share of the step's normaliser (loss_weights); default: the mean over this batch's tokens.
+    Returns (loss, totals): totals are sums over this batch's tokens (kl, clipped, tokens), so that micro-batches add up.
+    Whatever stands where mask is False, NaN included, changes nothing; an all-False mask gives 0, and backward works.
+    """
+    if weights is None:
+        weights = torch.full_like(advantages, 1.0 / max(1, int(mask.sum())), dtype=torch.float32)
+    logp, old_logp = logp.masked_fill(~mask, 0.0), old_logp.masked_fill(~mask, 0.0)      # fills, so NaN * 0 cannot arise
+    advantages = advantages.float()[:, None]                                             # (B, 1)
+    ratio = (logp - old_logp).clamp(-RATIO_BOUND, RATIO_BOUND).exp()                     # (B, T)
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    clipped = ((ratio > 1 + clip) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
+    kl = torch.zeros_like(logp)
+    if ref_logp is not None:
+        gap = ref_logp.masked_fill(~mask, 0.0) - logp                                    # log of pi_ref / pi
+        bounded = gap.clamp(max=KL_BOUND)
+        slope = torch.tensor(KL_BOUND).exp() - 1
+        kl = bounded.exp() - bounded - 1 + slope * (gap - bounded)                       # k3 >= 0, tangent beyond the bound
+        objective = objective - beta * kl
+    loss = -(weights[:, None] * objective * mask).sum()
+    return loss, {"kl": float((kl.detach() * mask).sum()), "clipped": int((clipped & mask).sum()), "tokens": int(mask.sum())}
+
+
+def loss_weights(lengths: torch.Tensor, norm: str) -> torch.Tensor:
+    """(N,) sampled tokens of ALL rollouts of the step -> (N,) weight of each of their tokens in the loss."""
+    lengths = lengths.float().clamp_min(1)
+    if norm == "sequence":
+        return 1.0 / (len(lengths) * lengths)
+    return torch.full_like(lengths, 1.0 / float(lengths.sum()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one step
+
+def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory], advantages: torch.Tensor, lr: float, o: Options) -> dict:
+    """o.updates optimizer steps on one batch of N rollouts, advantages (N,); returns what is to be logged."""
+    device = model.device
+    weights = loss_weights(torch.tensor([t.sampled for t in trajectories]), o.norm)      # (N,): before any row is left out
+    used = [i for i in range(len(trajectories)) if trajectories[i].sampled
+            and not ((o.skip_flat or o.beta == 0) and advantages[i] == 0)]
+    batches = [[used[i] for i in group] for group in batches_by_length([len(trajectories[i].ids) for i in used], o.token_budget)]
+    stats = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0,
+             "used_rollouts": len(used)}
+    if not used:
+        return stats                                                                     # nothing to learn from: no step
+    tensors = []
+    for group in batches:
+        ids = pad([trajectories[i].ids for i in group], 0, device)                       # (B, T)
+        mask = pad([trajectories[i].mask for i in group], False, device)                 # (B, T)
+        sampled = pad([trajectories[i].logprobs for i in group], 0.0, device)            # (B, T)
+        with torch.no_grad():
+            ref = token_logprobs(reference, ids, mask, o.temperature) if o.beta > 0 else None
+            old = token_logprobs(model, ids, mask, o.temperature) if o.updates > 1 else None
+        tensors.append((group, ids, mask, sampled, ref, old))
+    for round_ in range(o.updates):
+        totals = {"kl": 0.0, "clipped": 0, "tokens": 0}
+        for group, ids, mask, sampled, ref, old in tensors:
+            logp = token_logprobs(model, ids, mask, o.temperature)
+            loss, part = clipped_loss(logp, logp.detach() if old is None else old, ref, advantages[group].to(device), mask,
+                                      o.clip, o.beta, weights[group].to(device))
+            loss.backward()
+            stats["loss"] += float(loss.detach()) / o.updates
+            totals = {key: totals[key] + part[key] for key in totals}
+            if round_ == 0:
+                gap = (logp.detach() - sampled).abs()[mask]
+                stats["logprob_gap"] += float(gap.sum())
+                stats["logprob_gap_max"] = max(stats["logprob_gap_max"], float(gap.max()))
+        stats["grad_norm"] = optimizer.step(lr, o.clip_norm)
+    stats["kl"] = totals["kl"] / totals["tokens"]
+    stats["clip_fraction"] = totals["clipped"] / totals["tokens"]
+    stats["logprob_gap"] /= totals["tokens"]
+    return stats
+
+
+def share(flags) -> float | None:
+    """Mean of booleans; None if there are none (JSON has no NaN)."""
+    flags = list(flags)
+    return sum(flags) / len(flags) if flags else None
+
+
+def describe(labels: list[list], rewards: torch.Tensor, advantages: torch.Tensor, trajectories: list[Trajectory]) -> dict:
+    """The step's rollouts in numbers: labels P lists of G prompts' tokens, rewards and advantages (P, G); every name stands in the README."""
+    by = {name: [[r for label, r in zip(row, values) if label == goal] for row, values in zip(labels, rewards.tolist())]
+          for name, goal in GOALS.items()}                                               # name -> P lists of rewards
+    stats = {"reward": float(rewards.mean()),
+             "zero_variance": share(min(row) == max(row) for row in rewards.tolist()),
+             "advantage_gap": float((advantages.amax(1) - advantages.amin(1)).mean())}
+    for name, groups in by.items():
+        if any(groups):
+            stats[f"reward_{name}"] = share(r for rows in groups for r in rows)
+            stats[f"zero_variance_{name}"] = share(min(rows) == max(rows) for rows in groups if len(rows) > 1)
+    if any(by["high"]) and any(by["low"]):
+        stats["separation"] = stats["reward_high"] - stats["reward_low"]
+        both = [(high, low) for high, low in zip(by["high"], by["low"]) if high and low]
+        stats["high_fails_low_succeeds"] = share(max(high) == 0 and max(low) > 0 for high, low in both)
+    tokens = sum(t.sampled for t in trajectories)
+    turns = sum(sum(message["role"] == "user" for message in t.episode.messages) for t in trajectories)
+    stats["entropy"] = -sum(sum(t.logprobs) for t in trajectories) / max(1, tokens)      # nats a token, estimated by the samples
+    stats["calls_per_turn"] = sum(len(t.episode.calls) for t in trajectories) / turns
+    stats["truncated"] = share(t.truncated for t in trajectories)
+    stats["sampled_tokens"] = tokens
+    return stats
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+def pick_tasks(o: Options, pool: list | None, step: int) -> list:
+    """The P tasks of a step: fresh ones from the simulator (pool None), or the pool in an order shuffled every epoch."""
+    if pool is None:
+        return load_tasks(o, "train", o.tasks, seed=(o.seed + 1) * 100_000 + step)
+    picked = []
+    for k in range(step * o.tasks, (step + 1) * o.tasks):
+        order = list(range(len(pool)))
+        random.Random(f"{o.seed}-epoch-{k // len(pool)}").shuffle(order)
+        picked.append(pool[order[k % len(pool)]])
+    return picked
+
+
+def save_state(run: Run, model, tokenizer, optimizer: Optimizer, step: int):
+    """What a resumed run needs: the policy, masters and moments, the number of steps done."""
+    save_policy(model, tokenizer, run.folder / "checkpoint")
+    save_file({name: tensor.contiguous().clone() for name, tensor in optimizer.tensors().items()}, run.folder / "optimizer.tmp")
+    (run.folder / "optimizer.tmp").replace(run.folder / "optimizer.safetensors")
+    run.write("state.json", json.dumps({"step": step}))
+
+
+def figure(rows: list[dict], path: Path):
+    """The paper's Figure 2 and what it leaves out: reward by token, zero-variance fraction, advantage gap over steps."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    panels = [("reward", ["reward", "reward_high", "reward_none", "reward_low"]),
+              ("zero-variance fraction", ["zero_variance", "zero_variance_high", "zero_variance_none", "zero_variance_low"]),
+              ("advantage gap", ["advantage_gap"])]
+    fig, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    for axis, (title, names) in zip(axes, panels):
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points), label=name, linewidth=2 if name == names[0] else 1)
+        axis.set(title=title, xlabel="step")
+        axis.legend(fontsize=7, frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def train(o: Options, condition, goals: tuple[str, ...], command: str):
+    """Train o.init with GRPO into o.out.
+
+    condition(groups, group_size, seed) -> for each of P tasks a list of G tokens for the prompts (None: no token).
+    goals: names of the prompts under which success is measured before and after. command: this program, for messages.
+    """
+    began = time.time()
+    device = o.torch_device()
+    source = checkpoint_of(o.init, "python sft.py" + (" --plain" if "sft" in o.init else ""))
+    model, tokenizer = load_policy(source, device)
+    reference = frozen_copy(model) if o.beta > 0 else None
+    try:
+        sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
+    except ValueError as error:
+        raise UserError(f"{o.init}: {error}")
+    pool = None if o.env == "sim" else load_tasks(o, "train", 0, 0)
+    held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
+    config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
+              "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS}}
+    for task in held_out[:1] + pick_tasks(o, pool, 0)[:1]:                               # a prompt that cannot fit fails here,
+        episode = task.episode()                                                         # before anything is written
+        sampler.check_prompt(episode, sampler.renderer.prompt(episode.messages, episode.tools, GOALS["high"]))
+    run, start = Run(o.out, config, o.resume), 0
+    if o.resume and (run.folder / "state.json").exists():
+        model, tokenizer = load_policy(str(run.folder / "checkpoint"), device)
+        sampler.model = model
+        start = json.loads((run.folder / "state.json").read_text())["step"]
+    optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
+    if start:
+        optimizer.load_tensors(load_file(run.folder / "optimizer.safetensors"))
+        run.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in run.rows("metrics.jsonl") if row["step"] <= start))
+        run.write("episodes.jsonl", "".join(json.dumps(row) + "\n" for row in run.rows("episodes.jsonl") if row["step"] <= start))
+    before = play(Sampler(reference or model, tokenizer, o.rows, o.max_message, o.max_messages), held_out, goals,
+                  seed=o.seed, title="success before") if held_out and not start else []
+    if before:
+        run.write("before.json", json.dumps([{k: v for k, v in row.items() if k != "trajectory"} for row in before]))
+
+    stop = []
+    handler = signal.signal(signal.SIGINT, lambda *_: stop.append(True))                 # finish the step, save, say how to go on
+    bar = tqdm(range(start, o.steps), desc=command.split()[1], unit="step", initial=start, total=o.steps)
+    for step in bar:
+        clock = time.time()
+        tasks = pick_tasks(o, pool, step)
+        labels = condition(len(tasks), o.group, (o.seed, step))                          # P lists of G
+        episodes = [task.episode() for task in tasks for _ in range(o.group)]            # AAABBB
+        flat = [label for row in labels for label in row]                                # one a rollout
+        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, label) for episode, label in zip(episodes, flat)]
+        trajectories = sampler.rollout(episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
+        outcomes = [trajectory_reward(episode) for episode in episodes]
+        rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
+        advantages = group_advantages(rewards, o.eps_stab)                               # (P, G)
+        sampled_at = time.time()
+        lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
+        row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
+               **update(model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+        row |= {"sample_seconds": sampled_at - clock, "update_seconds": time.time() - sampled_at,
+                "tok_s": sum(len(t.ids) for t in trajectories) / (time.time() - clock)}
+        run.append("metrics.jsonl", row)
+        run.append("episodes.jsonl", *(
+            {"step": step + 1, "task": t.episode.task.id, "category": t.episode.task.category, "group": i // o.group, "goal": NAMES[label],
+             "reward": float(rewards.view(-1)[i]), "state": r.state, "action": r.action, "advantage": float(advantages.view(-1)[i]),
+             "truncated": t.truncated, "messages": t.messages}
+            for i, (t, r, label) in enumerate(zip(trajectories, outcomes, flat))))
+        bar.set_postfix(reward=f"{row['reward']:.2f}", zero_var=f"{row['zero_variance']:.2f}", kl=f"{row['kl']:.3f}",
+                        tok_s=f"{row['tok_s']:.0f}", refresh=False)
+        if stop or (step + 1) % o.save_every == 0 or step + 1 == o.steps:
+            save_state(run, model, tokenizer, optimizer, step + 1)
+        if stop:
+            bar.close()
+            print(f"stopped after step {step + 1}; saved in {run.folder}/. Go on with: {command} --resume and the same options")
+            raise SystemExit(130)
+    signal.signal(signal.SIGINT, handler)
+
+    metrics = run.rows("metrics.jsonl")
+    figure(metrics, run.folder / "figure.png")
+    report(o, run, metrics, play(sampler, held_out, goals, seed=o.seed, title="success after") if held_out else [], len(held_out))
+    run.finish()
+    print(f"{time.time() - began:.0f} s; wrote {o.out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
+
+
+def report(o: Options, run: Run, metrics: list[dict], after: list[dict], n: int):
+    """Print success before and after with intervals, and what the groups looked like."""
+    if after:
+        before = json.loads((run.folder / "before.json").read_text())
+        run.write("after.json", json.dumps([{k: v for k, v in row.items() if k != "trajectory"} for row in after]))
+        print(f"held-out success ({n} {o.eval_part} tasks, temperature 1), before\n{table(before)}\nafter\n{table(after)}")
+        for goal in dict.fromkeys(row["goal"] for row in after):
+            print(f"change under {goal}: {100 * (rate(after, goal=goal) - rate(before, goal=goal)):+.1f} points")
+    for name in ("zero_variance", "advantage_gap", "separation"):
+        values = [row[name] for row in metrics if row.get(name) is not None]
+        if values:
+            k = min(10, len(values))
+            print(f"{name:>16}: first {k} steps {sum(values[:k]) / k:.3f}, last {k} steps {sum(values[-k:]) / k:.3f}")
+
+
+def inherit(options_class, argv, default_init: str):
+    """Options of an RL program: the tasks and the preset are those of the run that it starts from, unless flags say otherwise."""
+    given = read_flags(options_class, argv)
+    config = config_of(given.get("init", default_init))
+    tasks = {key: value for key, value in config.get("tasks", {}).items() if key in TASK_KEYS}
+    return make_options(options_class, {**tasks, **given}, config.get("builtin", False)), config
+
+
+def main(argv=None):
+    o, config = inherit(Options, argv, "runs/sft")
+    goal = GOALS[config.get("condition") or "none"]                                      # RCTP-FT runs: the high token throughout
+    train(o, lambda groups, group_size, seed: [[goal] * group_size for _ in range(groups)], tuple(GOALS), "python grpo.py")
+
+
+if __name__ == "__main__":
+    program(main)

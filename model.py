@@ -1,0 +1,235 @@
+"""The policy: any causal language model of transformers, plus two reward-token rows.
+
+Load (built-in tiny model, hub name, folder, GGUF file), add the rows of <|high_reward|> and <|low_reward|>, score sampled
+tokens, optimise with fp32 masters, save as a plain Hugging Face folder.
+
+- The reward tokens are prompt only: their logits are -inf wherever this program samples or scores (`policy_logits`, the one
+  function that both the sampler and the trainer call).
+- Log-softmax is fp32 whatever the weights are; the head runs on sampled positions only, in chunks that the backward pass
+  recomputes: full logits of a 6k-token episode over 152k tokens would be 3.6 GB.
+- Padding is on the right and rows are causal, so no attention mask is needed: real tokens never see the padding. No pad id
+  exists anywhere; masks come from lengths.
+- Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
+"""
+import copy
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from run import UserError
+from tokens import HIGH, LOW
+
+HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
+
+# ---------------------------------------------------------------------------------------------------------------------
+# making and loading
+
+CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: int = 4, vocabulary: int = 2048):
+    """An untrained Qwen2-shaped model of about a million weights, with a tokenizer trained on `texts` -> (model, tokenizer).
+
+    The tokenizer is byte-level BPE: words of the corpus are one token each, all other text falls back to bytes. Blanks and
+    punctuation never join a word, so that a value has the same ids in the user's sentence and in a call: copying is all
+    the easier for a tiny model.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\w+|[^\w]+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+                                        chat_template=CHATML, tool_schemas="compact", clean_up_tokenization_spaces=False)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return Qwen2ForCausalLM(config).eval(), tokenizer
+
+
+def add_reward_tokens(model, tokenizer):
+    """Give both reward tokens one id and one embedding row each. Does nothing where they are there already.
+
+    Rows only grow: a matrix padded beyond the tokenizer keeps its size, and where the new ids already have a (padding)
+    row, that row is used. The start of a row is deterministic: the mean of all rows plus or minus one standard deviation in
+    fixed pseudo-random directions, the same in every process. In an untied head the rows are never used (banned).
+    Raises UserError if a reward token is already an ordinary token of this model.
+    """
+    known = tokenizer.get_added_vocab()
+    for token in (HIGH, LOW):
+        if token in tokenizer.get_vocab() and not (token in known and tokenizer.added_tokens_decoder[known[token]].special):
+            raise UserError(f"this model's tokenizer already uses {token} as an ordinary token; choose another model")
+    if getattr(model.config, "reward_token_ids", None):
+        if [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)] != list(model.config.reward_token_ids):
+            raise UserError("the checkpoint's reward tokens and its tokenizer do not belong together; make it again with sft.py")
+        return
+    if HIGH in known or LOW in known:
+        raise UserError(f"this model already has a special token {HIGH} or {LOW} that RC-GRPO did not make; choose another model")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (HIGH, LOW)], special_tokens=True)
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)]
+    old_rows = model.get_input_embeddings().weight.shape[0]
+    if max(ids) >= old_rows:
+        model.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
+    draw = torch.Generator().manual_seed(20260203)
+    with torch.no_grad():
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        real = embedding[:min(ids)].float()                             # rows in use before, without padding
+        mean, deviation = real.mean(0), real.std(0)                     # (d,), (d,)
+        for row in ids:
+            noise = torch.randn(mean.shape, generator=draw).to(mean.device)
+            embedding[row] = (mean + deviation * noise).to(embedding.dtype)
+            if head is not embedding:
+                head[row] = head[:min(ids)].float().mean(0).to(head.dtype)
+    model.config.reward_token_ids = ids
+
+
+def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
+    """Load a causal language model and its tokenizer, reward tokens added -> (model, tokenizer).
+
+    name_or_path: a folder, a .gguf file (test extras gguf and accelerate), or a hub name. dtype: default fp32 on a CPU, bf16
+    elsewhere. Never runs code from the checkpoint. Raises UserError if it cannot be loaded.
+    """
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    where, extra = name_or_path, {}
+    if name_or_path.endswith(".gguf"):
+        where, extra = os.path.dirname(name_or_path) or ".", {"gguf_file": os.path.basename(name_or_path)}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **extra)
+    except Exception as error:                      # transformers raises many kinds: missing files, no network, bad JSON
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot load a model from {name_or_path}: {reason}")
+    model.requires_grad_(True)
+    add_reward_tokens(model, tokenizer)
+    return model.to(device).eval(), tokenizer
+
+
+def save_policy(model, tokenizer, folder: str | Path):
+    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name, renamed."""
+    folder = Path(folder)
+    temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+    os.replace(temporary, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def frozen_copy(model):
+    """A reference policy: the same weights, no gradients."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scoring
+
+def policy_logits(model, hidden: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Hidden states (N, d) -> fp32 logits (N, V) of the policy: over the temperature, reward tokens banned."""
+    logits = model.get_output_embeddings()(hidden).float() / temperature
+    banned = getattr(model.config, "reward_token_ids", None)
+    if banned:
+        logits[:, banned] = float("-inf")
+    return logits
+
+
+def _score(model, hidden, targets, temperature):
+    """(N, d), (N,) -> log-probs (N,), fp32."""
+    return F.log_softmax(policy_logits(model, hidden, temperature), dim=-1).gather(-1, targets[:, None]).squeeze(-1)
+
+
+def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the masked tokens given everything before them.
+
+    ids: (B, T) int, padded on the right with anything; mask: (B, T) bool, True on sampled tokens (never at position 0).
+    Returns (B, T) fp32, 0 where mask is False.
+    """
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state    # (B, T, d)
+    row, position = mask.nonzero(as_tuple=True)                                    # (N,), (N,)
+    before, targets = hidden[row, position - 1], ids[row, position]                # the state at t-1 scores token t
+    scores = [checkpoint(_score, model, before[i:i + HEAD_CHUNK], targets[i:i + HEAD_CHUNK], temperature, use_reentrant=False)
+              for i in range(0, len(row), HEAD_CHUNK)]
+    values = torch.cat(scores) if scores else hidden.sum() * 0.0 + hidden.new_zeros(0, dtype=torch.float32)
+    return hidden.new_zeros(mask.shape, dtype=torch.float32).index_put((row, position), values)
+
+
+def batches_by_length(lengths: list[int], budget: int) -> list[list[int]]:
+    """Indices grouped into micro-batches of similar length, each at most `budget` tokens with its padding (at least one row)."""
+    groups, group = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if group and (len(group) + 1) * lengths[i] > budget:
+            groups.append(group)
+            group = []
+        group.append(i)
+    return groups + [group] if group else groups
+
+
+def pad(rows: list, fill, device) -> torch.Tensor:
+    """Lists of unequal length -> one (B, T) tensor, filled up on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], device=device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# optimising
+
+class Optimizer:
+    """AdamW whose weights are fp32 even where the model's are bf16.
+
+    In pure bf16 an update of 1e-5 leaves a weight of 0.02 where it was; so the masters take the step and the model gets a
+    rounded copy. In fp32 the model's own weights are the masters.
+    """
+
+    def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0):
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
+        self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
+
+    def step(self, lr: float, max_norm: float) -> float:
+        """One update at learning rate lr, gradient clipped to max_norm; returns the norm before clipping."""
+        for param, master in zip(self.params, self.masters):
+            if master is not param and param.grad is not None:
+                master.grad, param.grad = param.grad.float(), None
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for param, master in zip(self.params, self.masters):
+                if master is not param:
+                    param.copy_(master)
+        return float(norm)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Masters and moments by name, for a checkpoint."""
+        state = {f"master.{i}": master.detach() for i, master in enumerate(self.masters)}
+        for i, master in enumerate(self.masters):
+            for name, value in self.adamw.state.get(master, {}).items():
+                state[f"{name}.{i}"] = value
+        return state
+
+    def load_tensors(self, state: dict[str, torch.Tensor]):
+        """The inverse of tensors()."""
+        with torch.no_grad():
+            for i, master in enumerate(self.masters):
+                master.copy_(state[f"master.{i}"])
+                moments = {name: state[f"{name}.{i}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{i}" in state}
+                if moments:
+                    self.adamw.state[master] = {name: value.to(master.device if name != "step" else "cpu").clone()
+                                                for name, value in moments.items()}

@@ -1,0 +1,309 @@
+"""Stage 1: RCTP-FT, supervised fine-tuning on successful AND failed trajectories (paper, method 1), and plain SFT.
+
+    python sft.py                                        # RCTP-FT of the built-in model -> runs/rctp
+    python sft.py --plain                                # the SFT baseline -> runs/sft
+    python sft.py --model Qwen/Qwen2.5-7B-Instruct --env bfcl
+
+Loss: -sum_t log pi(a_t | h_t, r) over the assistant's tokens, r being the label in the prompt: <|high_reward|> where the
+episode's computed reward is 1, <|low_reward|> where it is 0. Successes and failures are 1:1. Plain SFT uses the successes
+only, without a token.
+
+Departures: failures come from golden trajectories with one realistic mistake (`corrupt`), or, with --failures policy, from
+episodes sampled from the model itself; the paper does not say where its own come from. The built-in model has no
+pretraining, so a stand-in is trained first and kept in runs/base: single-call tasks, some of the demonstrations corrupted.
+"""
+import hashlib
+import json
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import envs
+from envs import Call
+from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, play, rate, table
+from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
+from reward import trajectory_reward
+from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
+from sampler import Sampler
+from tokens import HIGH, LOW, Renderer, signature
+
+
+@dataclass
+class Options(TaskOptions):
+    model: str = option("builtin", "builtin, a hub name, a checkpoint folder or a GGUF file")
+    plain: bool = option(False, "the SFT baseline: successes only, no reward token")
+    out: str = option("", "run folder (default runs/rctp, with --plain runs/sft)")
+    demos: int = option(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=150)
+    failures: str = option("corrupt", "where failures come from: corrupt (golden calls with a mistake) or policy (sampled)",
+                           choices=("corrupt", "policy"))
+    schemas: str = option("template", "tools in the prompt: template (the model's own way), full (JSON) or compact (signatures)",
+                          choices=("template", "full", "compact"))
+    lr: float = option(5e-5, "learning rate", builtin=1e-3)
+    epochs: int = option(3, "passes over the data", builtin=20)
+    batch: int = option(32, "trajectories in a step")
+    warmup: int = option(10, "steps of linear warm-up; the rate then falls linearly to 0")
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    clip_norm: float = option(1.0, "gradient norm, at most")
+    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one trajectory)", builtin=4096)
+    max_length: int = option(0, "drop trajectories longer than this; 0: the model's context")
+    base: str = option("runs/base", "where the built-in model's stand-in for pretraining is kept")
+    eval_tasks: int = option(40, "held-out tasks for the closing evaluation; 0: none", builtin=300)
+    eval_part: str = option("test", "part of the split for the closing evaluation", choices=("validation", "test"))
+    rows: int = option(16, "episodes side by side in evaluation", builtin=256)
+    max_message: int = option(512, "tokens of one assistant message in evaluation, at most", builtin=64)
+    max_messages: int = option(40, "assistant messages of one episode in evaluation, at most", builtin=16)
+
+    def check(self):
+        self.check_tasks()
+        require(self.lr > 0 and self.epochs >= 1 and self.batch >= 1, "--lr must be positive, --epochs and --batch at least 1")
+        require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
+        require(min(self.rows, self.max_message, self.max_messages, self.token_budget) >= 1,
+                "--rows, --max_message, --max_messages and --token_budget must be at least 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trajectories to learn from
+
+def demonstrate(task, turns: list[list[Call]] | None = None):
+    """Play given calls (default: the golden ones), one call a message, and close every turn in words -> the episode."""
+    episode = task.episode()
+    for calls in task.golden if turns is None else turns:
+        for call in calls:
+            episode.step([call])
+        episode.next_turn("Done." if calls else "I cannot do that yet.")
+    return episode
+
+
+def _change(value, others: list, rng: random.Random):
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + rng.choice([-3, -2, -1, 1, 2, 3])
+    if isinstance(value, list):
+        return value[:-1] if value else ["none"]
+    others = [other for other in others if other != value]
+    return rng.choice(others) if others else f"{value}s"
+
+
+def corrupt(task, rng: random.Random) -> tuple[str, list[list[Call]]]:
+    """The golden calls of a task with one realistic mistake -> (kind of mistake, calls per turn).
+
+    Kinds: drop (a call is forgotten), value (a wrong argument), tool (another tool of the list), missing (an argument is
+    left out), repeat (a call is made twice), swap (two values change places), invented (a tool that does not exist), early
+    (the last turns get no calls), eager (calls one turn before they are possible). What the mistake is worth is for
+    reward.py to say: some are harmless.
+    """
+    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in task.golden]
+    busy = [t for t, turn in enumerate(turns) if turn]
+    t = rng.choice(busy)
+    i = rng.randrange(len(turns[t]))
+    call = turns[t][i]
+    words = [value for turn in task.golden for other in turn for value in other.arguments.values() if isinstance(value, str)]
+    words += [word.strip(".,?!") for word in " ".join(task.turns).split() if len(word) > 3]
+    strings = [name for name, value in call.arguments.items() if isinstance(value, str)]
+    kinds = ["drop", "tool", "repeat", "invented"] + (["value", "value", "missing"] if call.arguments else [])
+    kinds += ["swap"] * (len(strings) > 1) + ["early"] * (len(busy) > 1) + ["eager", "eager"] * (t > 0 and not turns[t - 1])
+    kind = rng.choice(kinds)
+    if kind == "drop":
+        del turns[t][i]
+    elif kind == "value":
+        name = rng.choice(list(call.arguments))
+        call.arguments[name] = _change(call.arguments[name], words, rng)
+    elif kind == "tool":
+        names = [tool["function"]["name"] for tool in task.episode().tools]
+        turns[t][i] = call._replace(name=rng.choice([name for name in names if name != call.name] or ["help"]))
+    elif kind == "missing":
+        del call.arguments[rng.choice(list(call.arguments))]
+    elif kind == "repeat":
+        turns[t].insert(i, call)
+    elif kind == "swap":
+        a, b = rng.sample(strings, 2)
+        call.arguments[a], call.arguments[b] = call.arguments[b], call.arguments[a]
+    elif kind == "invented":
+        turns[t][i] = call._replace(name="do_" + call.name.split("_")[-1])
+    elif kind == "early":
+        turns[t:] = [[] for _ in turns[t:]]
+    elif kind == "eager":
+        turns[t - 1], turns[t] = turns[t], []
+    return kind, turns
+
+
+def corrupted_failure(task, rng: random.Random, tries: int = 20):
+    """A corrupted episode whose computed reward is 0, or None if none came up (mistakes can be harmless)."""
+    for _ in range(tries):
+        episode = demonstrate(task, corrupt(task, rng)[1])
+        if trajectory_reward(episode).total == 0:
+            return episode
+    return None
+
+
+@dataclass
+class Example:
+    """A labelled trajectory: ids (T,), mask (T,) True on assistant tokens, the computed reward that the label states."""
+    ids: list[int]
+    mask: list[bool]
+    reward: int
+
+
+def example(renderer: Renderer, episode, labelled: bool) -> Example:
+    """A demonstrated episode -> ids under the label that its computed reward gives it."""
+    reward = trajectory_reward(episode).total
+    goal = (HIGH if reward == 1 else LOW) if labelled else None
+    start = episode.task.episode()
+    return Example(*renderer.conversation(episode.messages, start.tools, goal), reward)
+
+
+def sampled_failures(sampler: Sampler, tasks: list, seed: int, rounds: int = 4) -> list[Example]:
+    """One failed episode per task, sampled from the policy without a token and labelled by its real reward."""
+    left, examples = list(tasks), []
+    for attempt in range(rounds):
+        episodes = [task.episode() for task in left]
+        renderer = sampler.renderer
+        prompts = [renderer.prompt(episode.messages, episode.tools) for episode in episodes]
+        under_low = [renderer.prompt(episode.messages, episode.tools, LOW) for episode in episodes]
+        for prompt, low, trajectory in zip(prompts, under_low, sampler.rollout(episodes, prompts, seed=(seed, attempt))):
+            if not trajectory.truncated and trajectory_reward(trajectory.episode).total == 0:
+                n = len(prompt)                          # what was sampled stays as it is; the prompt now carries the label
+                examples.append(Example(low + trajectory.ids[n:], [False] * len(low) + trajectory.mask[n:], 0))
+                left.remove(trajectory.episode.task)
+        if not left:
+            break
+    return examples
+
+
+def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | None) -> list[Example]:
+    """RCTP data, successes and failures 1:1; with o.plain the successes alone. Every label is the computed reward."""
+    rng = random.Random(f"stage1-{o.seed}")
+    good = [example(renderer, demonstrate(task), not o.plain) for task in tasks]
+    if wrong := sum(item.reward != 1 for item in good):
+        raise RuntimeError(f"{wrong} golden replays do not get R = 1")
+    if o.plain:
+        return good
+    if o.failures == "policy":
+        bad = sampled_failures(sampler, tasks, o.seed)
+    else:
+        bad = [example(renderer, episode, True) for task in tasks if (episode := corrupted_failure(task, rng)) is not None]
+    return good + bad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# learning
+
+def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warmup: int, weight_decay: float, clip_norm: float,
+        token_budget: int, seed: int, title: str, log=None):
+    """Minimise the mean negative log-likelihood of the assistant's tokens; the mean is over the whole step's tokens."""
+    optimizer = Optimizer(model, lr, weight_decay=weight_decay)
+    steps = epochs * -(-len(examples) // batch)
+    step, device = 0, model.device
+    with tqdm(total=steps, desc=title, unit="step") as bar:
+        for epoch in range(epochs):
+            order = list(range(len(examples)))
+            random.Random(f"{seed}-{epoch}").shuffle(order)
+            for start in range(0, len(order), batch):
+                rows = [examples[i] for i in order[start:start + batch]]
+                tokens = sum(sum(row.mask) for row in rows)              # known before the first backward
+                began, total = time.time(), 0.0
+                for group in batches_by_length([len(row.ids) for row in rows], token_budget):
+                    ids = pad([rows[i].ids for i in group], 0, device)                   # (B, T)
+                    mask = pad([rows[i].mask for i in group], False, device)             # (B, T)
+                    loss = -token_logprobs(model, ids, mask).sum() / tokens
+                    loss.backward()
+                    total += float(loss.detach())
+                rate_now = lr * min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps)
+                norm = optimizer.step(rate_now, clip_norm)
+                step += 1
+                seconds = time.time() - began
+                bar.set_postfix(loss=f"{total:.3f}", tok_s=f"{sum(len(row.ids) for row in rows) / seconds:.0f}", refresh=False)
+                bar.update()
+                if log:
+                    log({"step": step, "loss": total, "grad_norm": norm, "lr": rate_now, "tokens": tokens, "seconds": seconds})
+
+
+@dataclass
+class Pretraining:
+    """The stand-in for pretraining: what a chat model would bring along. Part of the built-in preset, not of the method."""
+    tasks: int = 14_000        # single-call tasks
+    corrupted: float = 0.4     # share of demonstrations with a mistake: the base model is to be unsure, as real ones are
+    lr: float = 2e-3
+    batch: int = 64
+    width: int = 128
+    layers: int = 4
+    seed: int = 0
+
+
+def pretrained_builtin(folder: str, p: Pretraining = Pretraining()) -> str:
+    """The built-in base model's checkpoint; trained on first use, and again when its recipe or the simulator has changed."""
+    recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + Path(envs.__file__).read_bytes()).hexdigest()
+    stamp = Path(folder) / "config.json"
+    if stamp.exists() and json.loads(stamp.read_text()).get("recipe") == recipe:
+        return str(Path(folder) / "checkpoint")
+    run = Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True})
+    rng = random.Random(p.seed)
+    tasks = envs.make_tasks(p.tasks, 1_000_000 + p.seed, categories=("base", "miss_func", "miss_param"), turns=(1, 1), calls=(1, 1))
+    wide = envs.make_tasks(400, 2_000_000 + p.seed, turns=(1, 3), calls=(1, 2))
+    texts = []
+    for task in tasks[:4000] + wide:                                     # the tokenizer's corpus
+        episode = demonstrate(task)
+        texts += [message["content"] for message in episode.messages] + [signature(tool) for tool in episode.tools]
+        texts += [json.dumps(call.arguments) + f"{call.name}(" for turn in task.golden for call in turn]
+    model, tokenizer = builtin_policy(texts, p.seed, p.width, p.layers)
+    add_reward_tokens(model, tokenizer)
+    renderer = Renderer(tokenizer)
+    examples = []
+    for task in tqdm(tasks, desc="pretraining data", unit="task", leave=False):
+        wrong = rng.random() < p.corrupted
+        episode = demonstrate(task, corrupt(task, rng)[1] if wrong else None)
+        examples.append(Example(*renderer.conversation(episode.messages, task.episode().tools), 1 - wrong))
+    fit(model, examples, p.lr, 1, p.batch, 20, 0.0, 1.0, 4096, p.seed, "pretraining the built-in model (once)",
+        lambda row: run.append("metrics.jsonl", row))
+    save_policy(model, tokenizer, run.folder / "checkpoint")
+    run.finish()
+    return str(Path(folder) / "checkpoint")
+
+
+def main(argv=None):
+    given = read_flags(Options, argv)
+    builtin = given.get("model", "builtin") == "builtin"
+    o = make_options(Options, given, builtin)
+    out = o.out or ("runs/sft" if o.plain else "runs/rctp")
+    device = o.torch_device()
+    tasks = load_tasks(o, "train", o.demos, seed=o.seed)
+    held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
+    source = pretrained_builtin(o.base) if builtin else checkpoint_of(o.model, "python sft.py")
+    model, tokenizer = load_policy(source, device)
+    if not builtin:
+        tokenizer.init_kwargs["tool_schemas"] = o.schemas                # saved with the tokenizer: part of the checkpoint
+    try:
+        sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
+    except ValueError as error:
+        raise UserError(f"{o.model}: {error}")
+    examples = stage1_data(o, sampler.renderer, tasks, sampler)
+    limit = o.max_length or model.config.max_position_embeddings
+    kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
+    if len(kept) < len(examples):
+        print(f"dropped {len(examples) - len(kept)} of {len(examples)} trajectories: longer than {limit} tokens")
+    require(len(kept) > 0, f"every trajectory is longer than {limit} tokens; use --schemas compact or a model with a longer context")
+    print(f"{len(kept)} trajectories: {sum(item.reward for item in kept)} successes, {sum(1 - item.reward for item in kept)} failures")
+
+    run = Run(out, {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
+                    "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS}})
+    fit(model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
+        "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row))
+    save_policy(model, tokenizer, run.folder / "checkpoint")
+    if held_out:
+        rows = play(sampler, held_out, tuple(GOALS), seed=o.seed)
+        run.append("episodes.jsonl", *({**{k: v for k, v in row.items() if k != "trajectory"}, "messages": row["trajectory"].messages}
+                                       for row in rows))
+        print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
+        print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
+    run.finish()
+    print(f"wrote {out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl)")
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,333 @@
+"""What the policy reads and writes: reward tokens, messages to ids, ids to calls.
+
+Implements the prompt side of RC-GRPO (paper, method 1 and 2): a trajectory's label, <|high_reward|> or <|low_reward|>,
+stands as `[Reward Goal: ...]` at the end of the FIRST user message. Everything before it is then the same for all
+rollouts of a task, so that a sampler can compute it once.
+
+Three rules, each with a test in test_all.py:
+  1. Ids are the truth. Rendering only appends: `prompt` gives the opening, `answer` what the environment says between two
+     assistant messages. What the model sampled is kept as the ids that it sampled and never encoded again.
+  2. Only the renderer writes control tokens. `<|im_end|>` in a user's text or a tool's result is spelled out as ordinary
+     text: a mark is put behind the first character of every such string before the chat template runs, and the rendered
+     text is cut at the control tokens and at the marks before it is encoded.
+  3. Model output is data. `parse_calls` reads JSON and Python literals with parsers; nothing is ever evaluated.
+
+The model's own chat template writes tools and results where it can (Qwen2.5, Qwen3, Llama-3.1 styles); elsewhere, or when
+schemas="compact" asks for short prompts, the tools stand in a system message of ours.
+"""
+import ast
+import json
+import re
+
+from envs import Call, CallError
+
+HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
+MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
+SLOT = "\ue001"                    # stands for the assistant's text while the template runs
+PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
+MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
+
+FULL_BLOCK = """You can call functions. Their signatures, one JSON schema a line, stand within <tools></tools>:
+<tools>
+{tools}
+</tools>
+To call a function, answer with a JSON object within <tool_call></tool_call>, one such block for each call:
+<tool_call>
+{{"name": "function_name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+When nothing is left to call in this turn, answer in words."""
+COMPACT_BLOCK = "Functions:\n{tools}"
+
+
+def goal_text(token: str) -> str:
+    """The text that conditions a rollout: '\\n\\n[Reward Goal: <|high_reward|>]', appended to the first user message."""
+    return f"\n\n[Reward Goal: {token}]"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ids -> calls
+
+def _refuse_constant(name):
+    raise ValueError(f"{name} is not JSON")
+
+
+_json = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _as_call(value) -> Call | CallError:
+    """A decoded JSON value -> a call, or why it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return CallError("a call is a JSON object with a name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return CallError(f"arguments of {value['name'][:80]} must be a JSON object")
+    return Call(value["name"], arguments)
+
+
+def _literal(node):
+    """The value of a syntax-tree node that is a plain literal; ValueError for everything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant) \
+            and type(node.operand.value) in (int, float):
+        return -node.operand.value
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values)}
+    raise ValueError("not a literal")
+
+
+def _python_call(node) -> Call | CallError:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return CallError("expected calls such as [name(argument=1)]")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return CallError(f"name every argument of {node.func.id[:80]}, as in {node.func.id[:80]}(argument=1)")
+    try:
+        return Call(node.func.id, {keyword.arg: _literal(keyword.value) for keyword in node.keywords})
+    except (ValueError, TypeError):
+        return CallError(f"arguments of {node.func.id[:80]} must be literals")
+
+
+def _json_sequence(text: str, position: int) -> list[Call | CallError]:
+    """JSON objects one after the other, with blanks, commas or semicolons between (Llama-3.1 style)."""
+    calls = []
+    while position < len(text):
+        try:
+            value, position = _json.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return calls + [CallError("the call is not valid JSON")]
+        calls.append(_as_call(value))
+        while position < len(text) and text[position] in " \t\r\n;,":
+            position += 1
+    return calls
+
+
+def parse_calls(text: str) -> list[Call | CallError]:
+    """Read the calls in one assistant message; [] means that it answered in words.
+
+    Styles: <tool_call>{JSON}</tool_call> blocks (Qwen, Hermes), JSON objects (Llama-3.1), [name(a=1), ...] (BFCL).
+    What looks like a call and cannot be read becomes a CallError, which the environment answers with an error result.
+    Never raises and never evaluates: JSON decoder and syntax tree only.
+    """
+    if "<tool_call>" in text:
+        calls, position = [], 0
+        while (start := text.find("<tool_call>", position)) >= 0:
+            start += len("<tool_call>")
+            while start < len(text) and text[start].isspace():
+                start += 1
+            try:                                         # JSON-aware: '</tool_call>' inside a string does not end the block
+                value, position = _json.raw_decode(text, start)
+                calls.append(_as_call(value))
+            except (ValueError, RecursionError):
+                calls.append(CallError("the call is not valid JSON"))
+                end = text.find("</tool_call>", start)
+                position = end if end >= 0 else len(text)
+        return calls
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    if text.startswith("{"):
+        return _json_sequence(text, 0)
+    if text.startswith("["):
+        try:
+            value = _json.decode(text)
+            return [_as_call(item) for item in value] if value else []
+        except (ValueError, RecursionError):
+            pass
+        if len(text) > MAX_CALL_TEXT:
+            return [CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")]
+        try:
+            tree = ast.parse(text, mode="eval").body
+            return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else \
+                [CallError("expected calls such as [name(argument=1)]")]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return [CallError("the calls could not be read; write them as [name(argument=1)]")]
+    return []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# calls -> text
+
+def _hermes(calls, guard):
+    return "\n".join('<tool_call>\n{"name": "' + call.name + '", "arguments": '
+                     + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}\n</tool_call>" for call in calls)
+
+
+def _llama(calls, guard):
+    return "; ".join('{"name": "' + call.name + '", "parameters": '
+                     + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}" for call in calls)
+
+
+def _python(calls, guard):
+    return "[" + ", ".join(
+        call.name + "(" + ", ".join(f"{key}={guard(json.dumps(value, ensure_ascii=False))}"
+                                    for key, value in call.arguments.items()) + ")" for call in calls) + "]"
+
+
+def signature(schema: dict) -> str:
+    """A tool's JSON schema -> 'name(a, b, c?)'; '?' marks what may be left out."""
+    function = schema["function"]
+    parameters = function.get("parameters") or {}
+    required = parameters.get("required", [])
+    return function["name"] + "(" + ", ".join(name if name in required else name + "?"
+                                              for name in parameters.get("properties", {})) + ")"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# messages -> ids
+
+class Renderer:
+    """Messages to ids for one tokenizer, append only.
+
+    tokenizer: a fast tokenizer with a chat template (byte-level BPE, as in Qwen, Llama-3, SmolLM2). How tools are shown
+    is read from tokenizer.init_kwargs["tool_schemas"], which is saved with the tokenizer, so that a checkpoint folder
+    alone gives the same prompt: "template" (the template's own way where it has one, else full schemas in our block),
+    "full" (our block, JSON schemas) or "compact" (our block, signatures only).
+    Raises ValueError if the tokenizer has no chat template, or one that we cannot read.
+    """
+
+    def __init__(self, tokenizer):
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; choose an instruct or chat model")
+        self.tokenizer = tokenizer
+        control = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        self._control = {token: tokenizer.convert_tokens_to_ids(token) for token in control}
+        self._any_control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
+        self._cuts = re.compile("(" + "|".join(map(re.escape, control + [MARK])) + ")")
+
+        opening = self._template([{"role": "user", "content": "a"}], generate=True)
+        closed = self._template([{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}])
+        after = closed.partition(SLOT)[2]
+        first = self._any_control.match(after)
+        if first is None:
+            raise ValueError("the chat template does not end an assistant message with a control token")
+        self.terminator = first.group()
+        self.stop_ids = {self._control[self.terminator]}
+        if tokenizer.eos_token_id is not None:
+            self.stop_ids.add(tokenizer.eos_token_id)
+
+        self.schemas = tokenizer.init_kwargs.get("tool_schemas", "template")
+        if self.schemas not in ("template", "full", "compact"):
+            raise ValueError(f"tool_schemas must be template, full or compact, not {self.schemas!r}")
+        self.own_block, self._write = self._choose_style(opening)
+        self.tool_role = self.own_block is False or "RESULT" in self._try(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "tool", "name": "f", "content": "RESULT"}])
+
+    def _template(self, messages, tools=None, generate=False) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=generate, tokenize=False, enable_thinking=False,
+            date_string=PINNED_DATE, tools_in_user_message=False)
+
+    def _try(self, messages, tools=None) -> str:
+        """What the template makes of messages that it may not support: its text, or '' where it refuses."""
+        try:
+            return self._template(messages, tools)
+        except Exception:                                # templates raise whatever Jinja code raises
+            return ""
+
+    def _choose_style(self, opening: str):
+        """(own block?, writer of calls): the template's own way only if it shows tools, calls and results as we write them."""
+        if self.schemas == "compact":
+            return True, _python
+        if self.schemas == "full":
+            return True, _hermes
+        call = Call("probe_name", {"a": 1, "b": "x"})
+        tool = {"type": "function", "function": {"name": "probe_name", "description": "d", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer", "description": "d"}}, "required": ["a"]}}}
+        user = {"role": "user", "content": "a"}
+        asked = {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}]}
+        shown = "probe_name" in self._try([user], [tool])
+        answered = "RESULT" in self._try([user, asked, {"role": "tool", "name": "probe_name", "content": "RESULT"}], [tool])
+        written = self._try([user, asked]).removeprefix(opening)
+        for write in (_hermes, _llama, _python):
+            if shown and answered and written.startswith(write([call], str) + self.terminator):
+                return False, write
+        return True, _hermes
+
+    def guard(self, text: str) -> str:
+        """Text from outside, with every control-token string in it marked as text."""
+        text = text.replace(MARK, "").replace(SLOT, "")
+        return self._any_control.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
+
+    def encode(self, text: str) -> list[int]:
+        """Rendered text -> ids: control tokens by name, all else as plain text, marks removed."""
+        ids = []
+        for piece in self._cuts.split(text):
+            if piece in self._control:
+                ids.append(self._control[piece])
+            elif piece and piece != MARK:
+                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _show(self, tools) -> str:
+        return "\n".join(signature(tool) if self.schemas == "compact" else json.dumps(tool, ensure_ascii=False)
+                         for tool in tools)
+
+    def _content(self, message: dict) -> dict:
+        """A user or tool message as the template shall see it: guarded, with newly available tools spelled out."""
+        content = self.guard(message["content"])
+        if message.get("tools"):
+            content += "\n\nFunctions now available:\n" + self.guard(self._show(message["tools"]))
+        if message["role"] == "tool" and not self.tool_role:
+            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        return {**{key: message[key] for key in ("role", "name") if key in message}, "content": content}
+
+    def prompt(self, messages: list[dict], tools: list[dict], goal: str | None = None) -> list[int]:
+        """The opening of an episode, up to where the first assistant message begins.
+
+        messages: system messages if any, then the first user turn; tools: JSON schemas; goal: HIGH, LOW or None.
+        """
+        system = [self.guard(message["content"]) for message in messages if message["role"] == "system"]
+        users = [self._content(message) for message in messages if message["role"] != "system"]
+        if goal is not None:                             # after guarding: this control token is ours
+            first = next(i for i, message in enumerate(users) if message["role"] == "user")
+            users[first]["content"] += goal_text(goal)
+        if self.own_block and tools:
+            block = COMPACT_BLOCK if self.schemas == "compact" else FULL_BLOCK
+            system.append(block.format(tools=self.guard(self._show(tools))))
+        head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+        return self.encode(self._template(head + users, None if self.own_block else tools, generate=True))
+
+    def answer(self, messages: list[dict]) -> list[int]:
+        """What stands between the end of an assistant message and the start of the next: results or user turns."""
+        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}]
+        text = self._template(before + [self._content(message) for message in messages], generate=True)
+        return self.encode(text.partition(SLOT + self.terminator)[2])
+
+    def calls_text(self, calls: list[Call]) -> str:
+        """Calls in the style that this model reads and writes (the inverse of parse_calls)."""
+        return self._write(calls, self.guard)
+
+    def assistant(self, message: dict) -> list[int]:
+        """An assistant message of a demonstration: its calls or its words, then the terminator."""
+        calls = [Call(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        return self.encode((self.calls_text(calls) if calls else self.guard(message["content"])) + self.terminator)
+
+    def conversation(self, messages, tools, goal=None) -> tuple[list[int], list[bool]]:
+        """A whole conversation -> (ids, mask), both (T,); mask is True on assistant text and its terminator only.
+
+        Ends after the last assistant message. Equals what the incremental calls give, id for id.
+        """
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        ids = self.prompt(messages[:first], tools, goal)
+        mask = [False] * len(ids)
+        pending = []
+        for message in messages[first:last + 1]:
+            if message["role"] != "assistant":
+                pending.append(message)
+                continue
+            between = self.answer(pending) if pending else []
+            said = self.assistant(message)
+            ids += between + said
+            mask += [False] * len(between) + [True] * len(said)
+            pending = []
+        return ids, mask
+
+    def text(self, ids: list[int]) -> str:
+        """The text of a sampled message, control tokens kept, its stop token removed."""
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
