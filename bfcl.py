@@ -13,8 +13,8 @@ What differs from the leaderboard and from the paper, and why:
 - A withheld function is refused before the turn that hands it over (the leaderboard only hides it), unless the
   golden answer itself uses it earlier: `tail` in multi_turn_miss_func_49. Functions listed as excluded are left out.
 - Tools raise errors and JSON objects alike; here every failure reads {"error": "..."}.
-- No state is shared: long_context credit cards, mutable default arguments and the precision of decimal and mpmath are
-  process-global in the official classes. (Two error texts there list a set, in hash order: PYTHONHASHSEED fixes it.)
+- Episodes share no state: in the official classes long_context credit cards, mutable default arguments and the precision
+  of decimal and mpmath are process-global. (Two error texts there list a set, in hash order: PYTHONHASHSEED fixes it.)
 - The split is by scenario unless asked otherwise, see load_tasks. Reward: the paper's, see reward.py.
 """
 import ast
@@ -43,7 +43,6 @@ CLASSES = {  # tool class -> its module and function document in the package
 TYPES = {"dict": "object", "float": "number"}           # the documents' type names that JSON Schema doesn't know
 HANDOVER = "Further functions are available from now on. Please do what I asked for before."
 
-MAX_CALLS = 64          # calls that one message may run; golden turns have up to 34
 MAX_SIZE = 10_000       # characters and items in the arguments of a call; the longest golden call has 6.7 thousand
 MAX_DEPTH = 8           # of nested lists and objects in an argument
 MAX_NUMBER = 10 ** 18   # card numbers have 16 digits
@@ -135,7 +134,7 @@ def _check_literal(value) -> None:
 
 def _bind(call: Call, allowed: set[str]) -> Call:
     """The call with its arguments bound to the official signature, defaults filled in; Refused says what is wrong."""
-    if not isinstance(call, Call) or type(call.name) is not str or type(call.arguments) is not dict:
+    if not isinstance(call, Call) or type(call.name) is not str:
         raise Refused("a call is a name and an object of arguments")
     if call.name not in allowed:
         raise Refused(f"no function {call.name[:80]!r}")
@@ -172,7 +171,7 @@ def _render(result) -> str:
             result = json.dumps(result)
         except (TypeError, ValueError):                 # Decimal and mpmath numbers
             pass
-    text = str(result).encode("utf-8", "replace").decode()
+    text = str(result)
     return text if len(text) <= MAX_RESULT else _error(f"the result has more than {MAX_RESULT} characters")
 
 
@@ -269,6 +268,7 @@ def load_tasks(categories=None, split: str = "scenario", part: str = "train", se
 class Episode(envs.Episode):
     """One run of a task on fresh official instances; the interface is that of the simulator."""
     table = property(lambda self: _table())
+    max_calls = 64          # golden turns have up to 34
 
     def __init__(self, task: BfclTask):
         super().__init__(task)
@@ -321,18 +321,9 @@ class Episode(envs.Episode):
     def step(self, calls: list[Call | CallError]) -> list[str]:
         """Run the calls of one assistant message; their results, in order. Never raises."""
         before = len(self.calls)
-        calls = calls if isinstance(calls, list) else [calls]
-        results = [self.run(call) if i < MAX_CALLS else _error(f"more than {MAX_CALLS} calls")
-                   for i, call in enumerate(calls)]
+        results = super().step(calls)
         if len(self.calls) > before:
             self.steps[-1].append(self.calls[before:])
-        if calls:
-            asked = [{"name": call.name[:80] if isinstance(call, Call) and isinstance(call.name, str) else "invalid",
-                      "arguments": envs.json_copy(getattr(call, "arguments", None))} for call in calls]
-            self.messages.append({"role": "assistant", "content": "",
-                                  "tool_calls": [{"type": "function", "function": function} for function in asked]})
-            self.messages += [{"role": "tool", "name": function["name"], "content": result}
-                              for function, result in zip(asked, results)]
         return results
 
     def next_turn(self, said: str = "") -> dict | None:
@@ -365,11 +356,12 @@ def official_verdict(episode: Episode) -> bool:
     """The leaderboard's own multi_turn_checker on the calls that the episode executed, turn by turn and step by step.
 
     Unlike reward.py it compares the state after every turn, and results instead of calls; calls made where the golden
-    answer has none only count through the state. An episode that did not reach the last turn has failed. The checker
-    keeps its instances in its module: they get a name of their own and are deleted, shared card balances are restored.
+    answer has none only count through the state. An episode that did not reach the last turn has failed. On golden
+    answers with one mistake (sft.corrupt) it agrees with reward.py in 97 %; the tests name each kind of disagreement.
+    The checker keeps its instances in its module: they get their own name and are deleted, card balances are restored.
     """
     task = episode.task
-    if len(episode.steps) < len(task.turns) or episode.broken:
+    if len(episode.steps) < len(task.turns):
         return False
     done = [[[_text(call) for call in step] for step in turn] for turn in episode.steps]
     golden = [[_text(episode.bind(call)) for call in turn] for turn in task.golden]

@@ -150,6 +150,7 @@ class Episode:
     A subclass for another environment has its own `table`, and its own `start`, `run`, `bind` and `state` where needed.
     """
     table: dict[str, Tool] = {}     # filled in below, where the APIs are known
+    max_calls = MAX_CALLS           # that one message may run; the rest get an error result
 
     def __init__(self, task: Task):
         self.task = task
@@ -189,7 +190,7 @@ class Episode:
         A call that cannot run gives {"error": reason}, changes nothing, and the next one still runs.
         """
         calls = calls if isinstance(calls, list) else [calls]
-        results = [self.run(call) if i < MAX_CALLS else error_text(f"more than {MAX_CALLS} calls")
+        results = [self.run(call) if i < self.max_calls else error_text(f"more than {self.max_calls} calls")
                    for i, call in enumerate(calls)]
         names = [call.name if isinstance(call, Call) and isinstance(call.name, str) else "invalid" for call in calls]
         if calls:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from run import UserError
 from tokens import HIGH, LOW
@@ -34,16 +34,17 @@ CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ messa
 
 
 def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: int = 4, vocabulary: int = 2048):
-    """An untrained Qwen2-shaped model of about a million weights, with a tokenizer trained on `texts` -> (model, tokenizer).
+    """An untrained Llama-shaped model of about a million weights, with a tokenizer trained on `texts` -> (model, tokenizer).
 
-    The tokenizer is byte-level BPE: words of the corpus are one token each, all other text falls back to bytes. Blanks and
-    punctuation never join a word, so that a value has the same ids in the user's sentence and in a call: copying is all
-    the easier for a tiny model.
+    The tokenizer is byte-level BPE: words of the corpus are one token each, with the blank before them; all other text falls
+    back to bytes. Weights start three times as large as transformers would have them: at width 128 and 0.02 the model
+    learns to copy a value from the user's sentence into a call several times later. (Not Qwen2-shaped: for that model type
+    AutoTokenizer puts Qwen's own pre-tokenizer in place of the saved one, and a reloaded checkpoint reads other ids.)
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\w+|[^\w]+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]+|\s+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
@@ -51,11 +52,16 @@ def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: in
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                                         chat_template=CHATML, tool_schemas="compact", clean_up_tokenization_spaces=False)
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    return Qwen2ForCausalLM(config).eval(), tokenizer
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(3)
+    return model.eval(), tokenizer
 
 
 def add_reward_tokens(model, tokenizer):

@@ -27,16 +27,17 @@ def same(a, b):
     return a == b or (a != a and b != b)
 
 
-def replay(task, turns=None):
+def replay(task, turns=None, closing=lambda calls: ""):
     """Run calls, one list per user turn (the golden ones if None), on a fresh episode of `task`; returns the episode.
 
-    Every call is a message of its own, because a call may need the result of the one before.
+    Every call is a message of its own, because a call may need the result of the one before. closing: the calls of a turn ->
+    the words that end it.
     """
     episode = task.episode()
     for calls in task.golden if turns is None else turns:
         for call in calls:
             episode.step([call])
-        episode.next_turn()
+        episode.next_turn(closing(calls))
     return episode
 
 

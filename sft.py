@@ -23,10 +23,11 @@ import torch
 from tqdm import tqdm
 
 import envs
+import tokens
 from envs import Call
 from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, play, rate, table
 from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
-from reward import trajectory_reward
+from reward import replay, trajectory_reward
 from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
 from sampler import Sampler
 from tokens import HIGH, LOW, Renderer, signature
@@ -70,12 +71,7 @@ class Options(TaskOptions):
 
 def demonstrate(task, turns: list[list[Call]] | None = None):
     """Play given calls (default: the golden ones), one call a message, and close every turn in words -> the episode."""
-    episode = task.episode()
-    for calls in task.golden if turns is None else turns:
-        for call in calls:
-            episode.step([call])
-        episode.next_turn("Done." if calls else "I cannot do that yet.")
-    return episode
+    return replay(task, turns, closing=lambda calls: "Done." if calls else "I cannot do that yet.")
 
 
 def _change(value, others: list, rng: random.Random):
@@ -197,7 +193,7 @@ def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | 
 def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warmup: int, weight_decay: float, clip_norm: float,
         token_budget: int, seed: int, title: str, log=None):
     """Minimise the mean negative log-likelihood of the assistant's tokens; the mean is over the whole step's tokens."""
-    optimizer = Optimizer(model, lr, weight_decay=weight_decay)
+    optimizer = Optimizer(model, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     steps = epochs * -(-len(examples) // batch)
     step, device = 0, model.device
     with tqdm(total=steps, desc=title, unit="step") as bar:
@@ -227,10 +223,12 @@ def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warm
 @dataclass
 class Pretraining:
     """The stand-in for pretraining: what a chat model would bring along. Part of the built-in preset, not of the method."""
-    tasks: int = 14_000        # single-call tasks
-    corrupted: float = 0.4     # share of demonstrations with a mistake: the base model is to be unsure, as real ones are
-    lr: float = 2e-3
-    batch: int = 64
+    echoes: int = 6_000        # phase 1, word lists to be said again: copying, which real models bring from text
+    singles: int = 6_000       # phase 2, tasks with a single call, two in three of them base
+    dialogues: int = 5_000     # phase 3, whole tasks
+    corrupted: float = 0.4     # share of these with a mistake: the base model is to be unsure, as chat models are
+    lr: float = 3e-3           # of phases 1 and 2; half of it in phase 3
+    batch: int = 16
     width: int = 128
     layers: int = 4
     seed: int = 0
@@ -238,29 +236,35 @@ class Pretraining:
 
 def pretrained_builtin(folder: str, p: Pretraining = Pretraining()) -> str:
     """The built-in base model's checkpoint; trained on first use, and again when its recipe or the simulator has changed."""
-    recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + Path(envs.__file__).read_bytes()).hexdigest()
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, tokens))
+    recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + sources).hexdigest()
     stamp = Path(folder) / "config.json"
     if stamp.exists() and json.loads(stamp.read_text()).get("recipe") == recipe:
         return str(Path(folder) / "checkpoint")
     run = Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True})
     rng = random.Random(p.seed)
-    tasks = envs.make_tasks(p.tasks, 1_000_000 + p.seed, categories=("base", "miss_func", "miss_param"), turns=(1, 1), calls=(1, 1))
-    wide = envs.make_tasks(400, 2_000_000 + p.seed, turns=(1, 3), calls=(1, 2))
-    texts = []
-    for task in tasks[:4000] + wide:                                     # the tokenizer's corpus
-        episode = demonstrate(task)
-        texts += [message["content"] for message in episode.messages] + [signature(tool) for tool in episode.tools]
-        texts += [json.dumps(call.arguments) + f"{call.name}(" for turn in task.golden for call in turn]
-    model, tokenizer = builtin_policy(texts, p.seed, p.width, p.layers)
+    few = {"turns": (1, 1), "calls": (1, 1), "tools": 4}
+    singles = envs.make_tasks(p.singles * 2 // 3, 1_000_000 + p.seed, categories=("base",), **few)
+    singles += envs.make_tasks(p.singles - len(singles), 2_000_000 + p.seed, categories=("miss_func", "miss_param"), **few)
+    dialogues = envs.make_tasks(p.dialogues, 3_000_000 + p.seed, turns=(1, 2), calls=(1, 2), tools=6, clutter=3)
+    chats = {"single calls": [(demonstrate(task), task) for task in singles],
+             "dialogues": [(demonstrate(task, corrupt(task, rng)[1] if rng.random() < p.corrupted else None), task) for task in dialogues]}
+    words = sorted({word for task in singles for text in task.turns for word in text.split()})
+    lists = [" ".join(rng.choices(words, k=rng.randint(6, 14))) for _ in range(p.echoes)]
+
+    corpus = [message["content"] for pairs in chats.values() for episode, _ in pairs for message in episode.messages]     # the tokenizer's
+    corpus += [signature(tool) for task in singles for tool in task.episode().tools]
+    corpus += [tokens.python_calls(calls) for task in singles for calls in task.golden] + [tokens.FRAME + tokens.goal_text("")] * 2
+    model, tokenizer = builtin_policy(corpus, p.seed, p.width, p.layers)
     add_reward_tokens(model, tokenizer)
     renderer = Renderer(tokenizer)
-    examples = []
-    for task in tqdm(tasks, desc="pretraining data", unit="task", leave=False):
-        wrong = rng.random() < p.corrupted
-        episode = demonstrate(task, corrupt(task, rng)[1] if wrong else None)
-        examples.append(Example(*renderer.conversation(episode.messages, task.episode().tools), 1 - wrong))
-    fit(model, examples, p.lr, 1, p.batch, 20, 0.0, 1.0, 4096, p.seed, "pretraining the built-in model (once)",
-        lambda row: run.append("metrics.jsonl", row))
+    echoes = [Example(*renderer.conversation([{"role": "user", "content": text}, {"role": "assistant", "content": text}], []), 1) for text in lists]
+    phases = {"copying": (echoes, p.lr)} | {
+        title: ([Example(*renderer.conversation(episode.messages, task.episode().tools), 1) for episode, task in pairs],
+                p.lr if title == "single calls" else p.lr / 2) for title, pairs in chats.items()}
+    for title, (examples, lr) in phases.items():
+        fit(model, examples, lr, 1, p.batch, 50, 0.0, 1.0, 4096, p.seed, f"built-in model, once: {title}",
+            lambda row: run.append("metrics.jsonl", {"phase": title, **row}))
     save_policy(model, tokenizer, run.folder / "checkpoint")
     run.finish()
     return str(Path(folder) / "checkpoint")

@@ -18,6 +18,7 @@ schemas="compact" asks for short prompts, the tools stand in a system message of
 import ast
 import json
 import re
+from keyword import iskeyword
 
 from envs import Call, CallError
 
@@ -25,6 +26,7 @@ HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
 SLOT = "\ue001"                    # stands for the assistant's text while the template runs
 PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
+JSON_NAMES = {"true": True, "false": False, "null": None}
 MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
 
 FULL_BLOCK = """You can call functions. Their signatures, one JSON schema a line, stand within <tools></tools>:
@@ -37,6 +39,8 @@ To call a function, answer with a JSON object within <tool_call></tool_call>, on
 </tool_call>
 When nothing is left to call in this turn, answer in words."""
 COMPACT_BLOCK = "Functions:\n{tools}"
+HANDED_OVER = "\n\nFunctions now available:\n"
+FRAME = "system\nuser\nassistant\ntool\n" + COMPACT_BLOCK + HANDED_OVER      # all that the compact style puts around content
 
 
 def goal_text(token: str) -> str:
@@ -65,11 +69,11 @@ def _as_call(value) -> Call | CallError:
 
 
 def _literal(node):
-    """The value of a syntax-tree node that is a plain literal; ValueError for everything else."""
+    """The value of a syntax-tree node that is a plain literal or a bare word (text); ValueError for everything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
         return node.value
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
+    if isinstance(node, ast.Name):
+        return JSON_NAMES.get(node.id, node.id)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant) \
             and type(node.operand.value) in (int, float):
         return -node.operand.value
@@ -159,10 +163,19 @@ def _llama(calls, guard):
                      + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}" for call in calls)
 
 
-def _python(calls, guard):
-    return "[" + ", ".join(
-        call.name + "(" + ", ".join(f"{key}={guard(json.dumps(value, ensure_ascii=False))}"
-                                    for key, value in call.arguments.items()) + ")" for call in calls) + "]"
+def _python_value(value) -> str:
+    """A literal as python_calls writes it; plain words stand without quotes, and parse_calls reads them as text."""
+    if isinstance(value, list):
+        return "[" + ",".join(" " + _python_value(item) for item in value) + "]"
+    bare = isinstance(value, str) and value.isascii() and value.isidentifier() and not iskeyword(value)
+    return value if bare and value not in JSON_NAMES else json.dumps(value, ensure_ascii=False)
+
+
+def python_calls(calls, guard=str) -> str:
+    """Calls as [name(argument= value), ...], the style of the compact block."""
+    # every value follows a blank, as it does in the user's sentence: copied words then have the same ids
+    return "[" + ", ".join(call.name + "(" + ", ".join(f"{key}= {guard(_python_value(value))}"
+                                                       for key, value in call.arguments.items()) + ")" for call in calls) + "]"
 
 
 def signature(schema: dict) -> str:
@@ -229,7 +242,7 @@ class Renderer:
     def _choose_style(self, opening: str):
         """(own block?, writer of calls): the template's own way only if it shows tools, calls and results as we write them."""
         if self.schemas == "compact":
-            return True, _python
+            return True, python_calls
         if self.schemas == "full":
             return True, _hermes
         call = Call("probe_name", {"a": 1, "b": "x"})
@@ -241,7 +254,7 @@ class Renderer:
         shown = "probe_name" in self._try([user], [tool])
         answered = "RESULT" in self._try([user, asked, {"role": "tool", "name": "probe_name", "content": "RESULT"}], [tool])
         written = self._try([user, asked]).removeprefix(opening)
-        for write in (_hermes, _llama, _python):
+        for write in (_hermes, _llama, python_calls):
             if shown and answered and written.startswith(write([call], str) + self.terminator):
                 return False, write
         return True, _hermes
@@ -269,7 +282,7 @@ class Renderer:
         """A user or tool message as the template shall see it: guarded, with newly available tools spelled out."""
         content = self.guard(message["content"])
         if message.get("tools"):
-            content += "\n\nFunctions now available:\n" + self.guard(self._show(message["tools"]))
+            content += HANDED_OVER + self.guard(self._show(message["tools"]))
         if message["role"] == "tool" and not self.tool_role:
             return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
         return {**{key: message[key] for key in ("role", "name") if key in message}, "content": content}
