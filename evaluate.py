@@ -35,7 +35,7 @@ class TaskOptions:
     split: str = option("scenario", "bfcl: scenario (leak-free) or random (the paper's, leaks)", choices=("scenario", "random"))
     categories: str = option(",".join(CATEGORIES), "task categories, comma-separated")
     turns: int = option(2, "sim: user turns of a base task, at most")
-    calls: int = option(2, "sim: golden calls of a turn, at most")
+    calls: int = option(1, "sim: golden calls of a turn, at most")
     tools: int = option(6, "sim: tools offered, distractors included")
     clutter: int = option(3, "sim: entries of clutter around a result in long_context")
     seed: int = option(0, "seed of everything: tasks, initial weights, order, tokens, sampling")
@@ -58,13 +58,19 @@ class TaskOptions:
             raise UserError(f"--device {name} is not available: {str(error).splitlines()[0]}")
 
 
+def one_variant_each(n: int, seed: int, categories=CATEGORIES, **regime) -> list:
+    """n simulator tasks of n different scenarios, the categories taking turns: siblings would be nearly the same task."""
+    tasks = envs.make_tasks(n * len(categories), seed, categories=categories, **regime)
+    return [tasks[i * len(categories) + i % len(categories)] for i in range(n)]
+
+
 def load_tasks(options: TaskOptions, part: str, n: int, seed: int) -> list:
     """n tasks of a part (train, validation, test) of the chosen environment; fewer where BFCL has no more (n <= 0: all)."""
     categories = tuple(options.categories.split(","))
     if options.env == "sim":
         try:
-            return envs.make_tasks(n, seed, part=part, categories=categories, turns=(1, options.turns), calls=(1, options.calls),
-                                   tools=options.tools, clutter=options.clutter)
+            return one_variant_each(n, seed, categories, part=part, turns=(1, options.turns), calls=(1, options.calls),
+                                    tools=options.tools, clutter=options.clutter)
         except ValueError as error:
             raise UserError(f"the simulator's tasks: {error}")
     try:
@@ -91,6 +97,8 @@ def play(sampler: Sampler, tasks: list, goals=tuple(GOALS), temperature: float =
     """One episode per task and goal -> one row each: task, category, goal, success, ..., and the trajectory itself."""
     episodes = [(goal, task.episode()) for goal in goals for task in tasks]
     prompts = [sampler.renderer.prompt(episode.messages, episode.tools, GOALS[goal]) for goal, episode in episodes]
+    for (_, episode), prompt in zip(episodes, prompts):
+        sampler.check_prompt(episode, prompt)            # before any of them is played
     with tqdm(total=len(episodes), desc=title, unit="ep", leave=False) as bar:
         trajectories = []
         for i in range(0, len(episodes), 4 * sampler.rows):              # in a few pieces, so that the bar moves
@@ -168,6 +176,7 @@ class Options(TaskOptions):
         require(self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0,
                 "--temperature must not be negative, --top_p in (0, 1], --top_k not negative")
         require(min(self.rows, self.max_message, self.max_messages) >= 1, "--rows, --max_message and --max_messages must be at least 1")
+        require(not self.out or Path(self.out).absolute().parent.is_dir(), f"--out: there is no folder {Path(self.out).parent}")
 
 
 def main(argv=None):

@@ -19,6 +19,7 @@ Departures from the usual GRPO and points where the paper is silent:
   5. Everything random is a function of (seed, step): nothing but weights, moments and the step number is needed to resume.
 """
 import json
+import math
 import random
 import signal
 import time
@@ -48,7 +49,7 @@ class Options(TaskOptions):
     steps: int = option(100, "training steps", builtin=40)
     tasks: int = option(8, "tasks in a step (P)", builtin=32)
     group: int = option(4, "rollouts of a task (G)", builtin=8)
-    lr: float = option(1e-6, "learning rate", builtin=3e-4)
+    lr: float = option(1e-6, "learning rate", builtin=5e-4)
     warmup: int = option(10, "steps of linear warm-up; the rate is constant afterwards")
     beta: float = option(0.05, "weight of the KL to the reference policy", builtin=0.02)
     clip: float = option(0.2, "clip range of the ratio, symmetric")
@@ -117,9 +118,8 @@ def clipped_loss(logp, old_logp, ref_logp, advantages, mask, clip: float, beta: 
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
         gap = ref_logp.masked_fill(~mask, 0.0) - logp                                    # log of pi_ref / pi
-        bounded = gap.clamp(max=KL_BOUND)
-        slope = torch.tensor(KL_BOUND).exp() - 1
-        kl = bounded.exp() - bounded - 1 + slope * (gap - bounded)                       # k3 >= 0, tangent beyond the bound
+        bounded, excess = gap.clamp(max=KL_BOUND), (gap - KL_BOUND).relu()               # k3 >= 0, tangent beyond the bound
+        kl = bounded.expm1() - bounded + math.expm1(KL_BOUND) * excess
         objective = objective - beta * kl
     loss = -(weights[:, None] * objective * mask).sum()
     return loss, {"kl": float((kl.detach() * mask).sum()), "clipped": int((clipped & mask).sum()), "tokens": int(mask.sum())}
@@ -222,11 +222,14 @@ def pick_tasks(o: Options, pool: list | None, step: int) -> list:
 
 
 def save_state(run: Run, model, tokenizer, optimizer: Optimizer, step: int):
-    """What a resumed run needs: the policy, masters and moments, the number of steps done."""
+    """What a resumed run needs: the policy, and one file with masters, moments and the number of steps done.
+
+    That file is replaced as a whole and has the weights too (the masters), so a crash between the two writes does no harm.
+    """
     save_policy(model, tokenizer, run.folder / "checkpoint")
-    save_file({name: tensor.contiguous().clone() for name, tensor in optimizer.tensors().items()}, run.folder / "optimizer.tmp")
+    state = {name: tensor.contiguous().clone() for name, tensor in optimizer.tensors().items()} | {"steps_done": torch.tensor(step)}
+    save_file(state, run.folder / "optimizer.tmp")
     (run.folder / "optimizer.tmp").replace(run.folder / "optimizer.safetensors")
-    run.write("state.json", json.dumps({"step": step}))
 
 
 def figure(rows: list[dict], path: Path):
@@ -269,19 +272,20 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
     config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS}}
-    for task in held_out[:1] + pick_tasks(o, pool, 0)[:1]:                               # a prompt that cannot fit fails here,
+    for task in held_out + (pool or pick_tasks(o, None, 0)):                             # a prompt that cannot fit fails here,
         episode = task.episode()                                                         # before anything is written
         sampler.check_prompt(episode, sampler.renderer.prompt(episode.messages, episode.tools, GOALS["high"]))
-    run, start = Run(o.out, config, o.resume), 0
-    if o.resume and (run.folder / "state.json").exists():
+    run, start, state = Run(o.out, config, o.resume), 0, None
+    if (run.folder / "optimizer.safetensors").exists():
+        state = load_file(run.folder / "optimizer.safetensors")
+        start = int(state["steps_done"])
         model, tokenizer = load_policy(str(run.folder / "checkpoint"), device)
         sampler.model = model
-        start = json.loads((run.folder / "state.json").read_text())["step"]
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
-    if start:
-        optimizer.load_tensors(load_file(run.folder / "optimizer.safetensors"))
-        run.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in run.rows("metrics.jsonl") if row["step"] <= start))
-        run.write("episodes.jsonl", "".join(json.dumps(row) + "\n" for row in run.rows("episodes.jsonl") if row["step"] <= start))
+    if state:
+        optimizer.load_tensors(state)
+    for name in ("metrics.jsonl", "episodes.jsonl"):                                     # what came after the last save is done again
+        run.write(name, "".join(json.dumps(row) + "\n" for row in run.rows(name) if row["step"] <= start))
     before = play(Sampler(reference or model, tokenizer, o.rows, o.max_message, o.max_messages), held_out, goals,
                   seed=o.seed, title="success before") if held_out and not start else []
     if before:

@@ -118,6 +118,8 @@ def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: to
     except Exception as error:                      # transformers raises many kinds: missing files, no network, bad JSON
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot load a model from {name_or_path}: {reason}")
+    if getattr(model, "hf_quantizer", None) is not None and extra:
+        model.hf_quantizer.remove_quantization_config(model)             # its weights are plain by now, and can be saved
     model.requires_grad_(True)
     add_reward_tokens(model, tokenizer)
     return model.to(device).eval(), tokenizer
@@ -201,7 +203,9 @@ class Optimizer:
     rounded copy. In fp32 the model's own weights are the masters.
     """
 
-    def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0):
+    def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0, row_speed: float = 1.0):
+        self.row_speed, self.rows = row_speed, getattr(model.config, "reward_token_ids", None)
+        self.table = next(i for i, p in enumerate(p for p in model.parameters() if p.requires_grad) if p is model.get_input_embeddings().weight)
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
@@ -214,7 +218,12 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        table = self.masters[self.table]
+        before = table.detach()[self.rows] if self.rows else None
         self.adamw.step()
+        if self.rows and self.row_speed != 1:                            # Adam at row_speed times the rate, for these rows
+            with torch.no_grad():
+                table[self.rows] = before + self.row_speed * (table[self.rows] - before)
         self.adamw.zero_grad(set_to_none=True)
         with torch.no_grad():
             for param, master in zip(self.params, self.masters):
@@ -231,7 +240,7 @@ class Optimizer:
         return state
 
     def load_tensors(self, state: dict[str, torch.Tensor]):
-        """The inverse of tensors()."""
+        """The inverse of tensors(); the model gets its weights from the masters."""
         with torch.no_grad():
             for i, master in enumerate(self.masters):
                 master.copy_(state[f"master.{i}"])
@@ -239,3 +248,5 @@ class Optimizer:
                 if moments:
                     self.adamw.state[master] = {name: value.to(master.device if name != "step" else "cpu").clone()
                                                 for name, value in moments.items()}
+                if self.params[i] is not master:
+                    self.params[i].copy_(master)                         # whatever weights the model was loaded with

@@ -25,7 +25,7 @@ from tqdm import tqdm
 import envs
 import tokens
 from envs import Call
-from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, play, rate, table
+from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, one_variant_each, play, rate, table
 from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
 from reward import replay, trajectory_reward
 from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
@@ -38,15 +38,18 @@ class Options(TaskOptions):
     model: str = option("builtin", "builtin, a hub name, a checkpoint folder or a GGUF file")
     plain: bool = option(False, "the SFT baseline: successes only, no reward token")
     out: str = option("", "run folder (default runs/rctp, with --plain runs/sft)")
-    demos: int = option(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=150)
+    demos: int = option(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=1200)
     failures: str = option("corrupt", "where failures come from: corrupt (golden calls with a mistake) or policy (sampled)",
                            choices=("corrupt", "policy"))
+    mistakes: int = option(1, "mistakes in a corrupted failure", builtin=3)
+    failure_weight: float = option(1.0, "weight of a failure's tokens in the loss (paper: 1)", builtin=0.2)
     schemas: str = option("template", "tools in the prompt: template (the model's own way), full (JSON) or compact (signatures)",
                           choices=("template", "full", "compact"))
     lr: float = option(5e-5, "learning rate", builtin=1e-3)
-    epochs: int = option(3, "passes over the data", builtin=20)
-    batch: int = option(32, "trajectories in a step")
-    warmup: int = option(10, "steps of linear warm-up; the rate then falls linearly to 0")
+    row_speed: float = option(1.0, "learning rate of the reward tokens' rows, as a multiple of --lr", builtin=10.0)
+    epochs: int = option(3, "passes over the data")
+    batch: int = option(32, "trajectories in a step", builtin=16)
+    warmup: int = option(10, "steps of linear warm-up, while the rate falls linearly to 0", builtin=100)
     weight_decay: float = option(0.0, "AdamW's weight decay")
     clip_norm: float = option(1.0, "gradient norm, at most")
     token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one trajectory)", builtin=4096)
@@ -60,7 +63,7 @@ class Options(TaskOptions):
 
     def check(self):
         self.check_tasks()
-        require(self.lr > 0 and self.epochs >= 1 and self.batch >= 1, "--lr must be positive, --epochs and --batch at least 1")
+        require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
         require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
         require(min(self.rows, self.max_message, self.max_messages, self.token_budget) >= 1,
                 "--rows, --max_message, --max_messages and --token_budget must be at least 1")
@@ -86,16 +89,18 @@ def _change(value, others: list, rng: random.Random):
     return rng.choice(others) if others else f"{value}s"
 
 
-def corrupt(task, rng: random.Random) -> tuple[str, list[list[Call]]]:
-    """The golden calls of a task with one realistic mistake -> (kind of mistake, calls per turn).
+def corrupt(task, rng: random.Random, turns: list[list[Call]] | None = None) -> tuple[str, list[list[Call]]]:
+    """Calls per turn (the golden ones if None) with one realistic mistake more -> (kind of mistake, calls per turn).
 
     Kinds: drop (a call is forgotten), value (a wrong argument), tool (another tool of the list), missing (an argument is
     left out), repeat (a call is made twice), swap (two values change places), invented (a tool that does not exist), early
     (the last turns get no calls), eager (calls one turn before they are possible). What the mistake is worth is for
     reward.py to say: some are harmless.
     """
-    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in task.golden]
+    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in (task.golden if turns is None else turns)]
     busy = [t for t, turn in enumerate(turns) if turn]
+    if not busy:
+        return "none", turns
     t = rng.choice(busy)
     i = rng.randrange(len(turns[t]))
     call = turns[t][i]
@@ -129,10 +134,13 @@ def corrupt(task, rng: random.Random) -> tuple[str, list[list[Call]]]:
     return kind, turns
 
 
-def corrupted_failure(task, rng: random.Random, tries: int = 20):
-    """A corrupted episode whose computed reward is 0, or None if none came up (mistakes can be harmless)."""
+def corrupted_failure(task, rng: random.Random, mistakes: int, tries: int = 20):
+    """An episode with some mistakes whose computed reward is 0, or None if none came up (mistakes can be harmless)."""
     for _ in range(tries):
-        episode = demonstrate(task, corrupt(task, rng)[1])
+        turns = task.golden
+        for _ in range(mistakes):
+            turns = corrupt(task, rng, turns)[1]
+        episode = demonstrate(task, turns)
         if trajectory_reward(episode).total == 0:
             return episode
     return None
@@ -183,7 +191,7 @@ def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | 
     if o.failures == "policy":
         bad = sampled_failures(sampler, tasks, o.seed)
     else:
-        bad = [example(renderer, episode, True) for task in tasks if (episode := corrupted_failure(task, rng)) is not None]
+        bad = [example(renderer, episode, True) for task in tasks if (episode := corrupted_failure(task, rng, o.mistakes)) is not None]
     return good + bad
 
 
@@ -191,9 +199,13 @@ def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | 
 # learning
 
 def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warmup: int, weight_decay: float, clip_norm: float,
-        token_budget: int, seed: int, title: str, log=None):
-    """Minimise the mean negative log-likelihood of the assistant's tokens; the mean is over the whole step's tokens."""
-    optimizer = Optimizer(model, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+        token_budget: int, seed: int, title: str, log=None, row_speed: float = 1.0,
+        failure_weight: float = 1.0):
+    """Minimise the mean negative log-likelihood of the assistant's tokens; the mean is over the whole step's tokens.
+
+    row_speed: learning rate of the reward tokens' rows over lr; failure_weight: weight of a token in a failure.
+    """
+    optimizer = Optimizer(model, lr, betas=(0.9, 0.95), weight_decay=weight_decay, row_speed=row_speed)
     steps = epochs * -(-len(examples) // batch)
     step, device = 0, model.device
     with tqdm(total=steps, desc=title, unit="step") as bar:
@@ -202,12 +214,14 @@ def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warm
             random.Random(f"{seed}-{epoch}").shuffle(order)
             for start in range(0, len(order), batch):
                 rows = [examples[i] for i in order[start:start + batch]]
-                tokens = sum(sum(row.mask) for row in rows)              # known before the first backward
+                weight = [1.0 if row.reward else failure_weight for row in rows]
+                tokens = sum(w * sum(row.mask) for w, row in zip(weight, rows))          # known before the first backward
                 began, total = time.time(), 0.0
                 for group in batches_by_length([len(row.ids) for row in rows], token_budget):
                     ids = pad([rows[i].ids for i in group], 0, device)                   # (B, T)
                     mask = pad([rows[i].mask for i in group], False, device)             # (B, T)
-                    loss = -token_logprobs(model, ids, mask).sum() / tokens
+                    weights = torch.tensor([weight[i] for i in group], device=device)    # (B,)
+                    loss = -(weights * token_logprobs(model, ids, mask).sum(1)).sum() / tokens
                     loss.backward()
                     total += float(loss.detach())
                 rate_now = lr * min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps)
@@ -223,10 +237,10 @@ def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warm
 @dataclass
 class Pretraining:
     """The stand-in for pretraining: what a chat model would bring along. Part of the built-in preset, not of the method."""
-    echoes: int = 6_000        # phase 1, word lists to be said again: copying, which real models bring from text
-    singles: int = 6_000       # phase 2, tasks with a single call, two in three of them base
-    dialogues: int = 5_000     # phase 3, whole tasks
-    corrupted: float = 0.4     # share of these with a mistake: the base model is to be unsure, as chat models are
+    echoes: int = 3_000        # phase 1, word lists to be said again: copying, which real models bring from text
+    singles: int = 8_000       # phase 2, tasks with a single call, two in three of them base
+    dialogues: int = 4_000     # phase 3, whole tasks
+    corrupted: float = 0.25    # share of these with a mistake: the base model is to be unsure, as chat models are
     lr: float = 3e-3           # of phases 1 and 2; half of it in phase 3
     batch: int = 16
     width: int = 128
@@ -244,9 +258,9 @@ def pretrained_builtin(folder: str, p: Pretraining = Pretraining()) -> str:
     run = Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True})
     rng = random.Random(p.seed)
     few = {"turns": (1, 1), "calls": (1, 1), "tools": 4}
-    singles = envs.make_tasks(p.singles * 2 // 3, 1_000_000 + p.seed, categories=("base",), **few)
-    singles += envs.make_tasks(p.singles - len(singles), 2_000_000 + p.seed, categories=("miss_func", "miss_param"), **few)
-    dialogues = envs.make_tasks(p.dialogues, 3_000_000 + p.seed, turns=(1, 2), calls=(1, 2), tools=6, clutter=3)
+    singles = one_variant_each(p.singles * 2 // 3, 1_000_000 + p.seed, ("base",), **few)
+    singles += one_variant_each(p.singles - len(singles), 2_000_000 + p.seed, ("miss_func", "miss_param"), **few)
+    dialogues = one_variant_each(p.dialogues, 3_000_000 + p.seed, turns=(1, 2), calls=(1, 1), tools=6, clutter=3)
     chats = {"single calls": [(demonstrate(task), task) for task in singles],
              "dialogues": [(demonstrate(task, corrupt(task, rng)[1] if rng.random() < p.corrupted else None), task) for task in dialogues]}
     words = sorted({word for task in singles for text in task.turns for word in text.split()})
@@ -297,7 +311,7 @@ def main(argv=None):
     run = Run(out, {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
                     "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS}})
     fit(model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
-        "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row))
+        "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
     save_policy(model, tokenizer, run.folder / "checkpoint")
     if held_out:
         rows = play(sampler, held_out, tuple(GOALS), seed=o.seed)

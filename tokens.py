@@ -18,6 +18,7 @@ schemas="compact" asks for short prompts, the tools stand in a system message of
 import ast
 import json
 import re
+import warnings
 from keyword import iskeyword
 
 from envs import Call, CallError
@@ -109,6 +110,42 @@ def _json_sequence(text: str, position: int) -> list[Call | CallError]:
     return calls
 
 
+def _blocks(text: str) -> list[Call | CallError]:
+    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style)."""
+    calls, position = [], 0
+    while (start := text.find("<tool_call>", position)) >= 0:
+        start += len("<tool_call>")
+        while start < len(text) and text[start].isspace():
+            start += 1
+        try:                                             # JSON-aware: '</tool_call>' inside a string does not end the block
+            value, position = _json.raw_decode(text, start)
+            calls.append(_as_call(value))
+        except (ValueError, RecursionError):
+            calls.append(CallError("the call is not valid JSON"))
+            end = text.find("</tool_call>", start)
+            position = end if end >= 0 else len(text)
+    return calls
+
+
+def _call_list(text: str) -> list[Call | CallError]:
+    """A list of JSON objects, or [name(a=1), ...] (BFCL style)."""
+    try:
+        value = _json.decode(text)
+        return [_as_call(item) for item in value] if value else []
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > MAX_CALL_TEXT:
+        return [CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")]
+    try:
+        with warnings.catch_warnings():                  # such as '1a': invalid decimal literal
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text, mode="eval").body
+        return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else \
+            [CallError("expected calls such as [name(argument=1)]")]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [CallError("the calls could not be read; write them as [name(argument=1)]")]
+
+
 def parse_calls(text: str) -> list[Call | CallError]:
     """Read the calls in one assistant message; [] means that it answered in words.
 
@@ -116,50 +153,22 @@ def parse_calls(text: str) -> list[Call | CallError]:
     What looks like a call and cannot be read becomes a CallError, which the environment answers with an error result.
     Never raises and never evaluates: JSON decoder and syntax tree only.
     """
-    if "<tool_call>" in text:
-        calls, position = [], 0
-        while (start := text.find("<tool_call>", position)) >= 0:
-            start += len("<tool_call>")
-            while start < len(text) and text[start].isspace():
-                start += 1
-            try:                                         # JSON-aware: '</tool_call>' inside a string does not end the block
-                value, position = _json.raw_decode(text, start)
-                calls.append(_as_call(value))
-            except (ValueError, RecursionError):
-                calls.append(CallError("the call is not valid JSON"))
-                end = text.find("</tool_call>", start)
-                position = end if end >= 0 else len(text)
-        return calls
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    if text.startswith("{"):
-        return _json_sequence(text, 0)
-    if text.startswith("["):
-        try:
-            value = _json.decode(text)
-            return [_as_call(item) for item in value] if value else []
-        except (ValueError, RecursionError):
-            pass
-        if len(text) > MAX_CALL_TEXT:
-            return [CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")]
-        try:
-            tree = ast.parse(text, mode="eval").body
-            return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else \
-                [CallError("expected calls such as [name(argument=1)]")]
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return [CallError("the calls could not be read; write them as [name(argument=1)]")]
-    return []
+    bare = text.strip().removeprefix("<|python_tag|>").strip()
+    calls = _json_sequence(bare, 0) if bare.startswith("{") else _call_list(bare) if bare.startswith("[") else []
+    readable = calls and not any(isinstance(call, CallError) for call in calls)
+    return _blocks(text) if "<tool_call>" in text and not readable else calls    # else '<tool_call>' stands in an argument
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # calls -> text
 
 def _hermes(calls, guard):
-    return "\n".join('<tool_call>\n{"name": "' + call.name + '", "arguments": '
+    return "\n".join('<tool_call>\n{"name": "' + guard(call.name) + '", "arguments": '
                      + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}\n</tool_call>" for call in calls)
 
 
 def _llama(calls, guard):
-    return "; ".join('{"name": "' + call.name + '", "parameters": '
+    return "; ".join('{"name": "' + guard(call.name) + '", "parameters": '
                      + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}" for call in calls)
 
 
@@ -174,7 +183,7 @@ def _python_value(value) -> str:
 def python_calls(calls, guard=str) -> str:
     """Calls as [name(argument= value), ...], the style of the compact block."""
     # every value follows a blank, as it does in the user's sentence: copied words then have the same ids
-    return "[" + ", ".join(call.name + "(" + ", ".join(f"{key}= {guard(_python_value(value))}"
+    return "[" + ", ".join(guard(call.name) + "(" + ", ".join(f"{key}= {guard(_python_value(value))}"
                                                        for key, value in call.arguments.items()) + ")" for call in calls) + "]"
 
 
@@ -264,6 +273,13 @@ class Renderer:
         text = text.replace(MARK, "").replace(SLOT, "")
         return self._any_control.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
 
+    def _guard_all(self, data):
+        """Plain data with every string guarded: schemas that the template itself turns into text."""
+        if isinstance(data, dict):
+            return {key: self._guard_all(value) for key, value in data.items()}
+        return [self._guard_all(item) for item in data] if isinstance(data, list) else \
+            self.guard(data) if isinstance(data, str) else data
+
     def encode(self, text: str) -> list[int]:
         """Rendered text -> ids: control tokens by name, all else as plain text, marks removed."""
         ids = []
@@ -301,7 +317,7 @@ class Renderer:
             block = COMPACT_BLOCK if self.schemas == "compact" else FULL_BLOCK
             system.append(block.format(tools=self.guard(self._show(tools))))
         head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-        return self.encode(self._template(head + users, None if self.own_block else tools, generate=True))
+        return self.encode(self._template(head + users, None if self.own_block else self._guard_all(tools), generate=True))
 
     def answer(self, messages: list[dict]) -> list[int]:
         """What stands between the end of an assistant message and the start of the next: results or user turns."""
