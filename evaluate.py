@@ -7,6 +7,7 @@ Success is R = R_state * R_action = 1 within the limits (reward.py). The paper c
 what the others do; here all three are measured on the same tasks. For --env bfcl the verdict of the official checker, which
 is stricter about turns and looser about calls, stands beside ours.
 """
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import bfcl
 import envs
 from model import load_policy
 from reward import trajectory_reward
-from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from run import UserError, checkpoint_of, code_hash, config_of, make_options, option, program, read_flags, require
 from sampler import Sampler
 from tokens import HIGH, LOW
 
@@ -81,6 +82,21 @@ def load_tasks(options: TaskOptions, part: str, n: int, seed: int) -> list:
         return tasks
     groups = [[task for task in tasks if task.category == name] for name in categories]     # take from all categories alike
     return [task for row in zip(*groups) for task in row][:n] if n < len(categories) * min(map(len, groups)) else tasks[:n]
+
+
+def fingerprint(options: TaskOptions, sampler: Sampler, task) -> dict:
+    """Hashes of code, data and one whole prompt, for config.json: scores move when any of these does."""
+    episode = task.episode()
+    ids = sampler.renderer.prompt(episode.messages, episode.tools, HIGH)
+    return {"code": code_hash(), "data": bfcl.data_hash() if options.env == "bfcl" else "simulator, see code",
+            "prompt": hashlib.sha256(str(ids).encode()).hexdigest()[:16]}
+
+
+def check_prompts(sampler: Sampler, tasks: list):
+    """UserError if the prompt of one of these tasks does not fit into the model's context."""
+    for task in tasks:
+        episode = task.episode()
+        sampler.check_prompt(episode, sampler.renderer.prompt(episode.messages, episode.tools, HIGH))
 
 
 def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:

