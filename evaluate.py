@@ -39,7 +39,7 @@ class TaskOptions:
     calls: int = option(1, "sim: golden calls of a turn, at most")
     tools: int = option(6, "sim: tools offered, distractors included")
     clutter: int = option(3, "sim: entries of clutter around a result in long_context")
-    seed: int = option(0, "seed of everything: tasks, initial weights, order, tokens, sampling")
+    seed: int = option(0, "seed of tasks, their order, reward tokens and sampling")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     threads: int = option(0, "CPU threads; 0 leaves torch's choice")
 

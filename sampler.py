@@ -142,11 +142,11 @@ class Sampler:
 
     @torch.no_grad()
     def rollout(self, episodes: list, prompts: list[list[int]], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-                seed=0, progress=None) -> list[Trajectory]:
+                seed=0) -> list[Trajectory]:
         """Play every episode to its end, prompts[i] being the opening of episodes[i]; trajectories in the same order.
 
         temperature 0 is greedy. top_p and top_k are for evaluation: the recorded log-probs are those of the full softmax.
-        seed: int or tuple of ints; progress: called with the number of tokens sampled since its last call.
+        seed: int or tuple of ints.
         Raises UserError for a prompt that leaves no room in the context.
         """
         for episode, prompt in zip(episodes, prompts, strict=True):
@@ -177,8 +177,6 @@ class Sampler:
                 if not active:
                     break
                 self._decode(slots, active, done)
-                if progress:
-                    progress(len(active))
                 waiting = sum(slots[s].feed() > 1 if slots[s] is not None else bool(queue) for s in live)
                 if waiting >= max(1, len(live) // 4):    # enough rows wait for their results: feed them together
                     break

@@ -2939,6 +2939,17 @@ def test_cli_interrupt_of_a_process(here, school_run):
     assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
 
 
+def test_cli_interrupt_of_stage_1(here, school_run, monkeypatch, capsys):
+    """Ctrl-C in sft.py keeps what was learned so far, as a folder that --init takes."""
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sft, "fit", interrupted)
+    with pytest.raises(SystemExit) as end:
+        sft.main(["--model", school_run, "--env", "sim", "--demos", "4", "--eval_tasks", "0", "--tools", "4", "--device", "cpu"])
+    assert end.value.code == 130 and "--init runs/rctp.partial" in capsys.readouterr().out
+    assert weights_of("runs/rctp.partial") == weights_of(school_run) and not Path("runs/rctp").exists()
+
+
 # =====================================================================================================================
 # a real model, the real benchmark
 # =====================================================================================================================
