@@ -2433,6 +2433,8 @@ def test_grpo_describe_by_hand():
     assert apart["separation"] == pytest.approx(0.25 - 1) and apart["high_fails_low_succeeds"] is None
     lonely = grpo.describe([[HIGH, LOW, LOW, LOW]] * 2, rewards, advantages, rollouts)
     assert lonely["zero_variance_high"] is None and lonely["high_fails_low_succeeds"] == 0.5
+    both_ways = grpo.describe([[HIGH, HIGH, LOW, LOW]], torch.tensor([[0.0, 1, 1, 0]]), advantages[:1], rollouts[:4])
+    assert both_ways["high_fails_low_succeeds"] == 0 and both_ways["zero_variance_high"] == 0
 
 
 def test_grpo_tasks_of_a_step():
@@ -2515,6 +2517,9 @@ def test_evaluate_play():
         text = evaluate.transcript(row)
         assert all(said in text for said in row["trajectory"].messages) and all(turn in text for turn in row["trajectory"].episode.task.turns[:1])
     assert 0 < evaluate.rate(rows) < 1 and len(rows) == 72
+    cut = evaluate.play(Sampler(model, tokenizer, 16, 40, 1), tasks[4:5] * 20, temperature=0.5)     # right calls, no end
+    assert any(row["state"] * row["action"] for row in cut) and all(row["success"] == 0 for row in cut if row["truncated"])
+    assert sum(row["truncated"] for row in cut) > 40
 
 
 def test_evaluate_tasks_of_the_parts():
@@ -2853,7 +2858,7 @@ def rl(school_run, *argv, module=rcgrpo, stop=None, crash=None, monkeypatch=None
             raise MemoryError
         return describe(*args)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[step % 8], tasks[(step + 3) % 8]])
+        patch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
         patch.setattr(grpo, "describe", watched)
         module.main(["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", *argv])
 
@@ -2903,9 +2908,12 @@ def test_cli_runs_depend_on_the_seed_alone(here, school_run):
 
 
 def test_cli_cut_episodes_earn_nothing(here, school_run):
-    rl(school_run, "--steps", "1", "--out", "runs/a", "--max_message", "3")
-    assert all(row["truncated"] and row["reward"] == 0 for row in lines("runs/a/episodes.jsonl"))
-    row, = lines("runs/a/metrics.jsonl")
+    """Also those that had made all the right calls before they were cut."""
+    rl(school_run, "--steps", "1", "--out", "runs/a", "--max_messages", "1", "--temperature", "0.5")
+    episodes = [row for row in lines("runs/a/episodes.jsonl") if row["truncated"]]
+    assert len(episodes) > 8 and any(row["state"] * row["action"] for row in episodes) and all(row["reward"] == 0 for row in episodes)
+    rl(school_run, "--steps", "1", "--out", "runs/b", "--max_message", "3")
+    row, = lines("runs/b/metrics.jsonl")
     assert row["truncated"] == 1 and row["reward"] == 0 and row["zero_variance"] == 1 and row["grad_norm"] == 0 == row["used_rollouts"]
 
 
