@@ -200,15 +200,17 @@ class Optimizer:
     """AdamW whose weights are fp32 even where the model's are bf16.
 
     In pure bf16 an update of 1e-5 leaves a weight of 0.02 where it was; so the masters take the step and the model gets a
-    rounded copy. In fp32 the model's own weights are the masters.
+    rounded copy. In fp32 the model's own weights are the masters. row_speed: learning rate of the reward tokens' rows, as a
+    multiple of that of everything else.
     """
 
     def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0, row_speed: float = 1.0):
-        self.row_speed, self.rows = row_speed, getattr(model.config, "reward_token_ids", None)
-        self.table = next(i for i, p in enumerate(p for p in model.parameters() if p.requires_grad) if p is model.get_input_embeddings().weight)
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
+        embedding = model.get_input_embeddings().weight
+        self.table = next(master for param, master in zip(self.params, self.masters) if param is embedding)      # (V, d)
+        self.rows, self.row_speed = getattr(model.config, "reward_token_ids", []), row_speed
 
     def step(self, lr: float, max_norm: float) -> float:
         """One update at learning rate lr, gradient clipped to max_norm; returns the norm before clipping."""
@@ -218,14 +220,12 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        table = self.masters[self.table]
-        before = table.detach()[self.rows] if self.rows else None
+        before = self.table.detach()[self.rows]                          # a copy
         self.adamw.step()
-        if self.rows and self.row_speed != 1:                            # Adam at row_speed times the rate, for these rows
-            with torch.no_grad():
-                table[self.rows] = before + self.row_speed * (table[self.rows] - before)
         self.adamw.zero_grad(set_to_none=True)
         with torch.no_grad():
+            if self.row_speed != 1:                                      # AdamW's step is linear in its rate
+                self.table[self.rows] = before + self.row_speed * (self.table[self.rows] - before)
             for param, master in zip(self.params, self.masters):
                 if master is not param:
                     param.copy_(master)
