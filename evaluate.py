@@ -114,14 +114,10 @@ def play(sampler: Sampler, tasks: list, goals=tuple(GOALS), temperature: float =
     episodes = [(goal, task.episode()) for goal in goals for task in tasks]
     prompts = [sampler.renderer.prompt(episode.messages, episode.tools, GOALS[goal]) for goal, episode in episodes]
     for (_, episode), prompt in zip(episodes, prompts):
-        sampler.check_prompt(episode, prompt)            # before any of them is played
+        sampler.check_prompt(episode, prompt)            # here too, so that the error stands alone, without a bar
     with tqdm(total=len(episodes), desc=title, unit="ep", leave=False) as bar:
-        trajectories = []
-        for i in range(0, len(episodes), 4 * sampler.rows):              # in a few pieces, so that the bar moves
-            piece = slice(i, i + 4 * sampler.rows)
-            trajectories += sampler.rollout([episode for _, episode in episodes[piece]], prompts[piece], temperature,
-                                            top_p, top_k, seed=(seed, i))
-            bar.update(len(episodes[piece]))
+        trajectories = sampler.rollout([episode for _, episode in episodes], prompts, temperature, top_p, top_k, seed=(seed, 0),
+                                       progress=bar.update)
     rows = []
     for (goal, episode), trajectory in zip(episodes, trajectories):
         reward = trajectory_reward(episode)

@@ -142,18 +142,18 @@ class Sampler:
 
     @torch.no_grad()
     def rollout(self, episodes: list, prompts: list[list[int]], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-                seed=0) -> list[Trajectory]:
+                seed=0, progress=None) -> list[Trajectory]:
         """Play every episode to its end, prompts[i] being the opening of episodes[i]; trajectories in the same order.
 
         temperature 0 is greedy. top_p and top_k are for evaluation: the recorded log-probs are those of the full softmax.
-        seed: int or tuple of ints.
+        seed: int or tuple of ints; progress: called when an episode has ended.
         Raises UserError for a prompt that leaves no room in the context.
         """
         for episode, prompt in zip(episodes, prompts, strict=True):
             self.check_prompt(episode, prompt)
         training = self.model.training
         self.model.eval()
-        self._temperature, self._top_p, self._top_k = temperature, top_p, top_k
+        self._temperature, self._top_p, self._top_k, self._progress = temperature, top_p, top_k, progress
         seed = seed if isinstance(seed, (tuple, list)) else (seed,)
         queue = deque(_Row(episode, list(prompt), [False] * len(prompt), [0.0] * len(prompt), index=i,
                            noise=np.random.default_rng([*seed, i]))
@@ -251,6 +251,8 @@ class Sampler:
                     row.messages.append(self.renderer.text(row.ids[-row.said:]))
             if over:
                 done[row.index], slots[s] = row, None
+                if self._progress:
+                    self._progress()
 
     def _act(self, row: _Row) -> bool:
         """A message is complete: run its calls, or end the turn if it has none. True when the episode is over."""

@@ -540,11 +540,11 @@ def test_sim_arguments_of_make_tasks_are_checked():
 
 
 def test_sim_is_fast():
-    start = time.time()
+    start = time.process_time()
     tasks = envs.make_tasks(10_000, 0)
     for task in tasks:
         reward.replay(task)
-    assert time.time() - start < 20
+    assert time.process_time() - start < 20
 
 
 # =====================================================================================================================
@@ -1719,7 +1719,7 @@ def test_model_token_logprobs_by_hand(temperature):
         for t in range(len(row)):
             if ours[t]:
                 assert abs(values[b, t].item() - math.log(probs[t - 1, row[t]])) < 1e-5
-    assert float(policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0, 1]) == -math.inf
+    assert policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0, 1].item() == -math.inf
 
 
 def test_model_token_logprobs_see_no_padding_and_no_chunks(monkeypatch):
@@ -2945,17 +2945,6 @@ def test_cli_interrupt_of_a_process(here, school_run):
     assert len(lines(partial / "metrics.jsonl")) == done and "Traceback" not in errors
     rcgrpo.main([*command[2:], "--steps", str(done + 1), "--resume"])
     assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
-
-
-def test_cli_interrupt_of_stage_1(here, school_run, monkeypatch, capsys):
-    """Ctrl-C in sft.py keeps what was learned so far, as a folder that --init takes."""
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(sft, "fit", interrupted)
-    with pytest.raises(SystemExit) as end:
-        sft.main(["--model", school_run, "--env", "sim", "--demos", "4", "--eval_tasks", "0", "--tools", "4", "--device", "cpu"])
-    assert end.value.code == 130 and "--init runs/rctp.partial" in capsys.readouterr().out
-    assert weights_of("runs/rctp.partial") == weights_of(school_run) and not Path("runs/rctp").exists()
 
 
 # =====================================================================================================================
