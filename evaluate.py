@@ -129,6 +129,16 @@ def play(sampler: Sampler, tasks: list, goals=tuple(GOALS), temperature: float =
     return rows
 
 
+def outcome(row: dict) -> dict:
+    """A row of play() without its trajectory: plain data for a file."""
+    return {key: value for key, value in row.items() if key != "trajectory"}
+
+
+def record(row: dict) -> dict:
+    """A row of play() as a line of episodes.jsonl: the outcome and what the policy said."""
+    return {**outcome(row), "messages": row["trajectory"].messages}
+
+
 def rate(rows: list[dict], key: str = "success", **where) -> float:
     """Mean of `key` over the rows that match; nan where none does."""
     values = [row[key] for row in rows if all(row[name] == value for name, value in where.items())]
@@ -208,8 +218,7 @@ def main(argv=None):
     for row in rows[:o.show]:
         print(transcript(row))
     if o.out:
-        Path(o.out).write_text("".join(json.dumps({**{k: v for k, v in row.items() if k != "trajectory"},
-                                                   "messages": row["trajectory"].messages}) + "\n" for row in rows))
+        Path(o.out).write_text("".join(json.dumps(record(row)) + "\n" for row in rows))
         print(f"wrote {o.out}")
 
 

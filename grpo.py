@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, play, rate, table
+from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, outcome, play, rate, table
 from model import Optimizer, batches_by_length, frozen_copy, load_policy, pad, save_policy, token_logprobs
 from reward import trajectory_reward
 from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
@@ -269,11 +269,12 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     except ValueError as error:
         raise UserError(f"{o.init}: {error}")
     pool = None if o.env == "sim" else load_tasks(o, "train", 0, 0)
+    first = pool or pick_tasks(o, None, 0)
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
     config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
-              "hashes": fingerprint(o, sampler, pick_tasks(o, pool, 0)[0])}
-    check_prompts(sampler, held_out + (pool or pick_tasks(o, None, 0)))                  # fails before anything is written
+              "hashes": fingerprint(o, sampler, first[0])}
+    check_prompts(sampler, held_out + first)                                             # fails before anything is written
     run, start, state = Run(o.out, config, o.resume), 0, None
     if (run.folder / "optimizer.safetensors").exists():
         state = load_file(run.folder / "optimizer.safetensors")
@@ -288,7 +289,7 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     before = play(Sampler(reference or model, tokenizer, o.rows, o.max_message, o.max_messages), held_out, goals,
                   seed=o.seed, title="success before") if held_out and not start else []
     if before:
-        run.write("before.json", json.dumps([{k: v for k, v in row.items() if k != "trajectory"} for row in before]))
+        run.write("before.json", json.dumps([outcome(row) for row in before]))
 
     stop = []
     handler = signal.signal(signal.SIGINT, lambda *_: stop.append(True))                 # finish the step, save, say how to go on
@@ -337,7 +338,7 @@ def report(o: Options, run: Run, metrics: list[dict], after: list[dict], n: int)
     """Print success before and after with intervals, and what the groups looked like."""
     if after:
         before = json.loads((run.folder / "before.json").read_text())
-        run.write("after.json", json.dumps([{k: v for k, v in row.items() if k != "trajectory"} for row in after]))
+        run.write("after.json", json.dumps([outcome(row) for row in after]))
         print(f"held-out success ({n} {o.eval_part} tasks, temperature 1), before\n{table(before)}\nafter\n{table(after)}")
         for goal in dict.fromkeys(row["goal"] for row in after):
             print(f"change under {goal}: {100 * (rate(after, goal=goal) - rate(before, goal=goal)):+.1f} points")

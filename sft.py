@@ -28,7 +28,7 @@ import envs
 import tokens
 from envs import Call
 from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, one_variant_each, play, rate,
-                      table)
+                      record, table)
 from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
 from reward import replay, trajectory_reward
 from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
@@ -326,8 +326,7 @@ def main(argv=None):
     save_policy(model, tokenizer, run.folder / "checkpoint")
     if held_out:
         rows = play(sampler, held_out, tuple(GOALS), seed=o.seed)
-        run.append("episodes.jsonl", *({**{k: v for k, v in row.items() if k != "trajectory"}, "messages": row["trajectory"].messages}
-                                       for row in rows))
+        run.append("episodes.jsonl", *map(record, rows))
         print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
         print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
     run.finish()

@@ -6,7 +6,6 @@ Order: envs.py and reward.py, bfcl.py, tokens.py, model.py, sampler.py, grpo.py 
 the command line, a real model on the real benchmark.
 """
 import collections
-import contextlib
 import copy
 import dataclasses
 import datetime
@@ -21,7 +20,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +34,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import bfcl
 import envs
@@ -1972,7 +1970,7 @@ def test_sampler_keeps_its_ids():
     tasks, model, tokenizer = school()
     sampler, differ = Sampler(model, tokenizer, 16, 40, 6), 0
     for trajectory in rollout(model, tokenizer, tasks * 6, temperature=1.5):
-        parts, place = [], 0
+        parts = []
         for ours, group in itertools.groupby(zip(trajectory.ids, trajectory.mask), key=lambda pair: pair[1]):
             parts.append((ours, [token for token, _ in group]))
         said = [ids for ours, ids in parts if ours]
