@@ -235,9 +235,14 @@ def lemma(o: Options):
         good = bool((chosen >= 1 - eps - 1e-6).all()) and near(float((chosen - (-eps).exp()).abs().max()), 0)
         yield Row("Lemma 1.2 pi(a*), mean", f"LM at T={temperature}, eps={float(eps.mean()):.3f}", float((1 - eps).mean()),
                   float((-eps).exp().mean()), float(chosen.mean()), None, verdict(good, "tight" if eps.mean() < 1 else "vacuous"))
-    expert = torch.tensor([0.5, 0.5])
-    yield Row("Lemma 1.2 pi(a*), random expert", "expert = pi = (1/2, 1/2), KL=0", 1.0, 0.5, float(expert[0]), None,
-              "lemma does not apply")
+    gen = torch.Generator().manual_seed(o.seed)
+    expert = (2 * torch.randn(o.samples, 4, generator=gen, dtype=torch.float64)).softmax(-1)
+    pi = (expert.log() + torch.randn(o.samples, 4, generator=gen, dtype=torch.float64)).softmax(-1)
+    kl, best = (expert * (expert / pi).log()).sum(-1), expert.argmax(-1, keepdim=True)
+    chosen, wanted = pi.gather(1, best).squeeze(1), expert.gather(1, best).squeeze(1)
+    broken = float((chosen < (-kl).exp()).double().mean())
+    yield Row("Lemma 1.2 share of pi(a*) < exp(-KL)", "experts that are not deterministic", None, None, broken, None,
+              verdict(broken > 0.5 and bool((chosen >= wanted - (kl / 2).sqrt()).all()), "lemma fails, Pinsker holds"))
 
 
 def vanishing(o: Options):
@@ -466,8 +471,8 @@ def what_variance_teaches(o: Options):
             yield Row(f"RC update, {name}, |high table|", f"G={G} p={p}", None, float(exact[HIGH_MODE].norm()), float(update[name][HIGH_MODE].norm()),
                       None, verdict(float((update[name] - exact).norm()) < 2e-4 * float(exact.norm())))
         plain = step_factor(float(success[HIGH_MODE]), G) * own[HIGH_MODE]
-        alone = sum((game.probabilities(tables)[HIGH_MODE][picks].prod(1)[:, None, None, None]
-                     * step(game, tables, torch.zeros_like(picks), picks)).sum(0)[HIGH_MODE:HIGH_MODE + 1])
+        chance = game.probabilities(tables)[HIGH_MODE][picks].prod(1)[:, None, None, None]
+        alone = (chance * step(game, tables, torch.full_like(picks, HIGH_MODE), picks)).sum(0)[HIGH_MODE]
         yield Row("GRPO update, |high table|", f"G={G}, all high", None, float(plain.norm()), float(alone.norm()), None,
                   verdict(float((alone - plain).norm()) < 2e-4 * float(plain.norm())))
     direction, eta = update["undivided"].double(), 1e-3                                  # G = 4
