@@ -32,7 +32,7 @@ from run import UserError
 from tokens import Renderer, parse_calls
 
 PREFILL_CHUNK = 2048       # tokens that one row feeds at one time
-PREFILL_TOKENS = 16384     # tokens, padding included, that one prefill feeds at one time
+PREFILL_TOKENS = 16384 if torch.cuda.is_available() else 1024       # that one prefill feeds, padding included: a CPU minds padding, not calls
 CACHE_STEP = 256           # the cache grows by this many positions, or a multiple; so does a CUDA graph's span
 SHARE = 32                 # shorter common prefixes are computed again: a copy is one more forward pass to wait for
 
@@ -111,9 +111,11 @@ class RaggedCache(Cache):
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Attention for transformers: query (B, H, Q, D), key and value (B, K, S, D) -> (B, Q, H, D), None.
 
-    No key is repeated for the H/K query heads that share it: they are reshaped into the query-length axis. So the mask is
-    (B, 1, H/K * Q, S), and what is to be added to the scores.
+    No key is repeated for the H/K query heads that share it: they are reshaped into the query-length axis, and so is the
+    mask that is added to the scores, (B, 1, H/K * Q, S).
     """
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise UserError("this model's attention is not supported: plain softmax attention only")
     heads, length, size = query.shape[1:]
     query = query.reshape(len(query), key.shape[1], -1, size)                                  # (B, K, H/K * Q, D)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
@@ -178,8 +180,10 @@ class Sampler:
         self.max_length = min(max_length or context, context)
         eos = model.generation_config.eos_token_id if model.generation_config is not None else None
         eos = eos if isinstance(eos, list) else [eos]
-        self.cache, self._weights = None, None
-        self.graphs = model.device.type == "cuda"        # False after a capture has failed
+        self.graphs = model.device.type == "cuda"        # decode with CUDA graphs; False after a capture has failed
+        self._side = torch.cuda.Stream(model.device) if self.graphs else None          # where they are captured
+        self.fed = self.copied = 0                       # of the last rollout: tokens that the model read, keys that were copied instead
+        self.cache = self._weights = None                # both outlive a rollout
         self.stop_ids = self.renderer.stop_ids | {token for token in eos if token is not None}
         names = inspect.signature(type(model.base_model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"          # renamed in transformers 5.2x
@@ -201,7 +205,7 @@ class Sampler:
         for episode, prompt in zip(episodes, prompts, strict=True):
             self.check_prompt(episode, prompt)
         self._temperature, self._top_p, self._top_k, self._progress = temperature, top_p, top_k, progress
-        self.fed = self.copied = 0
+        self.fed, self.copied, self._answers = 0, 0, {}
         seed = seed if isinstance(seed, (tuple, list)) else (seed,)
         queue = deque(_Row(episode, list(prompt), [False] * len(prompt), [0.0] * len(prompt), index=i,
                            noise=np.random.default_rng([*seed, i]))
@@ -209,7 +213,7 @@ class Sampler:
         done: list[Trajectory | None] = [None] * len(queue)
         slots: list[_Row | None] = [None] * min(self.rows, len(queue))
         longest = max(map(len, prompts), default=0)
-        self._opening = np.full((len(slots), longest), -1, dtype=np.int32)       # prompts in the cache, but for their last tokens
+        self._openings = np.full((len(slots), longest), -1, dtype=np.int32)       # prompts in the cache, but for their last tokens
         if slots:
             self._make_room(len(slots), longest + self.max_message)
         with torch.no_grad(), rolling(self.model):
@@ -219,8 +223,8 @@ class Sampler:
                 else:
                     self._shrink(slots)
                 self._prefill(slots, done)
-                while any(row is not None and row.feed() == 1 for row in slots):
-                    self._decode(slots, done)
+                while active := [s for s, row in enumerate(slots) if row is not None and row.feed() == 1]:
+                    self._decode(slots, active, done)
                     waiting = sum(row.feed() > 1 if row is not None else bool(queue) for row in slots)
                     if waiting >= max(1, sum(row is not None for row in slots) // 4):
                         break                            # enough rows wait for their results: feed them together
@@ -236,33 +240,32 @@ class Sampler:
         self.cache.reserve(min(positions, self.max_length))
 
     def _refill(self, slots, queue):
-        """New episodes for idle slots. The longest prefix (but for its last token) that a new prompt shares with a prompt in
-        the cache, or with a new one before it, is copied from there; in the latter case when that one has been fed."""
+        """New episodes for idle slots. Each may copy the longest prefix (but for its last token) that its prompt shares with a
+        prompt in the cache, at once, or with a new one before it, when that one has been fed."""
         fresh = [s for s, row in enumerate(slots) if row is None][:len(queue)]
-        known = np.concatenate([self._opening, np.full((len(fresh), self._opening.shape[1]), -1, np.int32)])
-        copies = []                                      # (source, target, length)
-        for k, s in enumerate(fresh):
+        owners = [*range(len(slots)), *fresh]            # of the prompts in `known`: those in the cache, then the new ones
+        known = np.concatenate([self._openings, np.full((len(fresh), self._openings.shape[1]), -1, np.int32)])
+        at_once = []
+        for k, s in enumerate(fresh, len(slots)):
             slots[s] = row = queue.popleft()
-            opening = np.array(row.ids[:-1], dtype=np.int32)
-            if len(opening) >= SHARE:
-                equal = known[:len(slots) + k, :len(opening)] == opening                       # (N, T)
-                common = np.where(equal.all(1), len(opening), equal.argmin(1))                 # (N,)
+            known[k, :len(row.ids) - 1] = row.ids[:-1]
+            if len(row.ids) > SHARE:
+                equal = known[:k, :len(row.ids) - 1] == known[k, :len(row.ids) - 1]            # (k, T-1)
+                common = np.where(equal.all(1), len(row.ids) - 1, equal.argmin(1))             # (k,)
                 best = int(common.argmax())
-                if common[best] >= SHARE and best < len(slots):
-                    copies.append((best, s, int(common[best])))
-                elif common[best] >= SHARE:
-                    row.source = fresh[best - len(slots)], int(common[best])
-            known[len(slots) + k, :len(opening)] = opening
-        self._opening[fresh] = known[len(slots):]
-        self._copy(slots, copies)
+                if common[best] >= SHARE:
+                    row.source = owners[best], int(common[best])
+                    at_once += [s] if best < len(slots) else []
+        self._openings[fresh] = known[len(slots):]
+        self._copy(slots, at_once)
 
-    def _copy(self, slots, copies):
-        """Copy (source, target, length) in the cache."""
-        if copies:
-            sources, targets, lengths = zip(*copies)
-            self.cache.copy(sources, targets, max(lengths))
+    def _copy(self, slots, chosen):
+        """Give these rows the keys of their sources, all in one go: a row may take what another one is about to overwrite."""
+        if chosen:
+            sources, lengths = zip(*(slots[s].source for s in chosen))
+            self.cache.copy(sources, chosen, max(lengths))
             self.copied += sum(lengths)
-            for s, n in zip(targets, lengths):
+            for s, n in zip(chosen, lengths):
                 slots[s].cached, slots[s].source = n, None
 
     def _shrink(self, slots):
@@ -283,6 +286,12 @@ class Sampler:
                 slots[gap] = slots[s]
         del slots[size:]
 
+    def _span(self, positions):
+        """The number of keys to look at, room made: a few sizes only where each is a graph, and no key too many elsewhere."""
+        span = -(-positions // CACHE_STEP) * CACHE_STEP if self.graphs else positions
+        self.cache.reserve(span)
+        return span
+
     def _forward(self, rows, ids, positions, span):
         """Feed ids (R, Q) at positions (R, Q) of the cache's rows, None for the first R; hidden states (R, Q, d)."""
         self.cache.aim(rows, positions, span)
@@ -294,12 +303,12 @@ class Sampler:
             **{self._cache_name: self.cache}).last_hidden_state
 
     def _prefill(self, slots, done):
-        """Feed prompts and results in chunks until no row waits; sample the next token of rows that are complete."""
+        """Feed prompts and results in chunks until no row waits, for itself or for its source; sample where all is fed."""
         while True:
-            ready = [(row.source[0], s, row.source[1]) for s, row in enumerate(slots) if row is not None and row.source is not None
-                     and (slots[row.source[0]] is None or slots[row.source[0]].cached >= row.source[1])]
+            pending = [s for s, row in enumerate(slots) if row is not None and row.source]
+            ready = [s for s in pending for source, n in [slots[s].source] if slots[source] is None or slots[source].cached >= n]
             self._copy(slots, ready)
-            waiting = [s for s, row in enumerate(slots) if row is not None and row.source is None and row.feed() > 1]
+            waiting = [s for s, row in enumerate(slots) if row is not None and not row.source and row.feed() > 1]
             if not waiting and not ready:
                 return
             for batch in batches_by_length([min(slots[s].feed(), PREFILL_CHUNK) for s in waiting], PREFILL_TOKENS):
@@ -310,8 +319,7 @@ class Sampler:
         device = self.model.device
         sizes = [min(slots[s].feed(), PREFILL_CHUNK) for s in chosen]
         starts = [slots[s].cached for s in chosen]
-        span = max(map(sum, zip(starts, sizes)))
-        self.cache.reserve(span)
+        span = self._span(max(map(sum, zip(starts, sizes))))
         ids = pad([slots[s].ids[a:a + n] for s, a, n in zip(chosen, starts, sizes)], 0, device)                # (R, Q)
         positions = pad([range(a, a + n) for a, n in zip(starts, sizes)], self.cache.bin, device)              # (R, Q)
         hidden = self._forward(torch.tensor(chosen, device=device), ids, positions, span)
@@ -325,45 +333,34 @@ class Sampler:
             noise = torch.tensor([slots[s].noise.random() for s in rows], dtype=torch.float32, device=device)
             self._append(slots, dict(zip(rows, self._draw(last, noise).tolist())), done)
 
-    def _decode(self, slots, done):
-        """Feed the last token of every row that waits for nothing else, and sample the next one."""
-        active = [s for s, row in enumerate(slots) if row is not None and row.feed() == 1]
-        longest = max(slots[s].cached for s in active) + 1
-        span = -(-longest // CACHE_STEP) * CACHE_STEP if self.graphs else longest              # few graphs; without, no key too many
-        self.cache.reserve(span)
+    def _decode(self, slots, active, done):
+        """Feed the last token of every active row and sample the next one."""
+        span = self._span(max(slots[s].cached for s in active) + 1)
         inputs = np.zeros((len(slots), 3), dtype=np.float32)                                   # ids and positions are exact up to 2^24
         inputs[:, 1] = self.cache.bin                                                          # idle rows write there
         inputs[active] = [(slots[s].ids[-1], slots[s].cached, slots[s].noise.random()) for s in active]
         for s in active:
             slots[s].cached += 1
         self.fed += len(active)
-        inputs = torch.from_numpy(inputs).to(self.model.device)
-        output = (self._replay(inputs, span) if self.graphs else self._step(inputs, span)).tolist()    # the one wait for the device
+        output = (self._replay if self.graphs else self._step)(torch.from_numpy(inputs), span).tolist()  # the one wait for the device
         self._append(slots, {s: output[s] for s in active}, done)
 
     def _step(self, inputs, span):
         """One decoding step of the first R rows: inputs (R, 3) fp32, last token, its position and noise -> (R, 2) fp32, next
         token and its log-prob. Nothing here waits for the device or depends on a value, so that it can be captured."""
+        inputs = inputs.to(self.model.device)
         ids, positions, noise = inputs[:, :1].long(), inputs[:, 1:2].long(), inputs[:, 2]
         return self._draw(self._forward(None, ids, positions, span)[:, 0], noise)
 
     def _replay(self, inputs, span):
-        """_step as a CUDA graph. The graphs of a cache have one memory pool: a replay's output is read before the next one."""
+        """_step as a CUDA graph, captured when this size is met for the first time. The graphs of a cache share one memory pool:
+        the output of a replay is to be read before the next one."""
         key = len(inputs), span, self._temperature, self._top_p, self._top_k
         graphs = self.cache.graphs
         try:
             if key not in graphs:
-                with torch.cuda.device(inputs.device):
-                    pool = next(iter(graphs.values()))[0].pool() if graphs else None
-                    static, graph, side = inputs.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-                    side.wait_stream(torch.cuda.current_stream())
-                    with torch.cuda.stream(side):        # once outside: kernels and workspaces are made ready; the writes are the same
-                        self._step(static, span)
-                    torch.cuda.current_stream().wait_stream(side)
-                    with torch.cuda.graph(graph, pool=pool):
-                        output = self._step(static, span)
-                    graphs[key] = graph, static, output
-        except RuntimeError as error:
+                graphs[key] = self._capture(inputs.to(self.model.device), span, next(iter(graphs.values()))[0].pool() if graphs else None)
+        except RuntimeError as error:                    # say so and go on without
             print(f"no CUDA graphs, decoding is slower: {str(error).splitlines()[0]}", file=sys.stderr)
             self.graphs, self.cache.graphs = False, {}
             return self._step(inputs, span)
@@ -371,6 +368,18 @@ class Sampler:
         static.copy_(inputs)
         graph.replay()
         return output
+
+    def _capture(self, static, span, pool):
+        """Returns (graph, static, output): a replay reads its inputs from `static` and writes to `output`."""
+        with torch.cuda.device(static.device):
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            self._side.wait_stream(current)
+            with torch.cuda.stream(self._side):          # also sets the stream back when the capture fails
+                self._step(static, span)                 # first a normal run, which loads kernels; a second one writes the same keys
+                with torch.cuda.graph(graph, pool=pool, stream=self._side):
+                    output = self._step(static, span)
+            current.wait_stream(self._side)
+        return graph, static, output
 
     def _draw(self, hidden, noise):
         """Hidden states (R, d), noise (R,) in [0, 1) -> (R, 2): the next token, and its log-prob in the full softmax."""
@@ -417,7 +426,10 @@ class Sampler:
             row.episode.step(calls)
         elif row.episode.next_turn(text) is None:
             return True
-        answer = self.renderer.answer([m for m in row.episode.messages[before:] if m["role"] != "assistant"])
+        said = [m for m in row.episode.messages[before:] if m["role"] != "assistant"]
+        answer = self._answers.get(repr(said))           # a group's rollouts get the same answers again and again
+        if answer is None:
+            answer = self._answers[repr(said)] = self.renderer.answer(said)
         if len(row.messages) >= self.max_messages or len(row.ids) + len(answer) >= self.max_length:
             row.truncated = True
             return True
