@@ -32,7 +32,7 @@ from run import UserError
 from tokens import Renderer, parse_calls
 
 PREFILL_CHUNK = 2048       # tokens that one row feeds at one time
-PREFILL_TOKENS = 16384 if torch.cuda.is_available() else 1024       # that one prefill feeds, padding included: a CPU minds padding, not calls
+PREFILL_TOKENS = 8192 if torch.cuda.is_available() else 1024        # fed at one time, padding included: a CPU minds padding, not calls
 CACHE_STEP = 256           # the cache grows by this many positions, or a multiple; so does a CUDA graph's span
 SHARE = 32                 # shorter common prefixes are computed again: a copy is one more forward pass to wait for
 
@@ -87,7 +87,7 @@ class RaggedCache(Cache):
 
     def copy(self, sources: list[int], targets: list[int], length: int):
         """Give each target row the first `length` positions of its source row, all at once: a source may be a target too."""
-        sources, targets = (torch.tensor(rows, device=self.keys[0].device) for rows in (sources, targets))
+        sources, targets = torch.tensor([sources, targets], device=self.keys[0].device)
         for layer in (*self.keys, *self.values):
             layer[targets, :, :length] = layer[sources, :, :length]
 
@@ -108,7 +108,7 @@ class RaggedCache(Cache):
         return 0                                         # never asked for anything: positions and mask are explicit
 
 
-def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Attention for transformers: query (B, H, Q, D), key and value (B, K, S, D) -> (B, Q, H, D), None.
 
     No key is repeated for the H/K query heads that share it: they are reshaped into the query-length axis, and so is the
@@ -269,8 +269,8 @@ class Sampler:
                 slots[s].cached, slots[s].source = n, None
 
     def _shrink(self, slots):
-        """The queue is empty: drop idle slots, moving rows from the end into gaps. On a GPU by halves only, as every number
-        of rows is a graph of its own and an idle row costs little there."""
+        """The queue is empty: drop idle slots, moving rows from the end into gaps. By halves only where every number of rows is
+        a graph of its own; an idle row costs little there."""
         live = [s for s, row in enumerate(slots) if row is not None]
         size = len(slots)
         if self.graphs:
@@ -295,9 +295,9 @@ class Sampler:
     def _forward(self, rows, ids, positions, span):
         """Feed ids (R, Q) at positions (R, Q) of the cache's rows, None for the first R; hidden states (R, Q, d)."""
         self.cache.aim(rows, positions, span)
-        queries = positions.repeat(1, self.cache.groups)                                       # (R, H/K * Q)
-        hidden = torch.arange(span, device=ids.device) > queries[:, None, :, None]             # padding sees everything: no NaN
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=ids.device).masked_fill(hidden, float("-inf"))
+        unseen = torch.arange(span, device=ids.device) > positions[:, None, :, None]           # (R, 1, Q, span); padding sees all: no NaN
+        mask = torch.zeros(unseen.shape, dtype=self.model.dtype, device=ids.device).masked_fill(unseen, float("-inf"))
+        mask = mask.repeat(1, 1, self.cache.groups, 1)                                         # (R, 1, H/K * Q, span)
         return self.model.base_model(
             input_ids=ids, position_ids=positions.clamp(max=span - 1), attention_mask=mask, use_cache=True,
             **{self._cache_name: self.cache}).last_hidden_state
@@ -329,9 +329,8 @@ class Sampler:
         ready = [i for i, s in enumerate(chosen) if slots[s].feed() == 0]
         if ready:
             last = hidden[torch.tensor(ready, device=device), torch.tensor([sizes[i] - 1 for i in ready], device=device)]    # (N, d)
-            rows = [chosen[i] for i in ready]
-            noise = torch.tensor([slots[s].noise.random() for s in rows], dtype=torch.float32, device=device)
-            self._append(slots, dict(zip(rows, self._draw(last, noise).tolist())), done)
+            noise = torch.tensor([slots[chosen[i]].noise.random() for i in ready], dtype=torch.float32, device=device)
+            self._append(slots, {chosen[i]: line for i, line in zip(ready, self._draw(last, noise).tolist())}, done)
 
     def _decode(self, slots, active, done):
         """Feed the last token of every active row and sample the next one."""
@@ -391,8 +390,7 @@ class Sampler:
         else:
             whole = self._top_p >= 1 and not self._top_k
             cdf = (logp.exp() if whole else truncate_distribution(logits, self._top_p, self._top_k).softmax(-1)).cumsum(-1)
-            tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True)         # first id past the noise
-            tokens = tokens.clamp(max=logits.shape[-1] - 1)
+            tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[-1] - 1)    # first past the noise
             tokens = torch.where(logp.gather(-1, tokens) > float("-inf"), tokens, likeliest)   # rounding: never what is banned
         return torch.cat([tokens.float(), logp.gather(-1, tokens)], dim=-1)
 
@@ -427,9 +425,8 @@ class Sampler:
         elif row.episode.next_turn(text) is None:
             return True
         said = [m for m in row.episode.messages[before:] if m["role"] != "assistant"]
-        answer = self._answers.get(repr(said))           # a group's rollouts get the same answers again and again
-        if answer is None:
-            answer = self._answers[repr(said)] = self.renderer.answer(said)
+        key = repr(said)                                 # a group's rollouts get the same answers again and again
+        answer = self._answers[key] = self._answers.get(key) or self.renderer.answer(said)
         if len(row.messages) >= self.max_messages or len(row.ids) + len(answer) >= self.max_length:
             row.truncated = True
             return True

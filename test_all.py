@@ -2197,6 +2197,9 @@ def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
         assert sampler.fed == length + (length - common) + 6 and sampler.copied == 8 * length - sampler.fed
         for trajectory in found:
             assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+    nested = [prompts[0][:100] + [5, 6], prompts[0][:100] + [7], prompts[0][:100] + [7, 8, 9], [10] * 120, [11] * 120]
+    for trajectory in Sampler(model, tokenizer, 3, 1, 1).rollout([tasks[0].episode() for _ in nested], nested):
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
     short = Sampler(model, tokenizer, 4, 1, 1)
     short.rollout([tasks[0].episode() for _ in range(3)], [prompts[0][:sampling.SHARE]] * 3)
     assert short.copied == 0, "not worth a copy"
