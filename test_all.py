@@ -2289,10 +2289,14 @@ class Replayed:
     """What stands in for a CUDA graph: replay() runs the step on its static input and puts the result where it always is."""
     def __init__(self, sampler, static, span):
         self.sampler, self.static, self.span, self.output = sampler, static, span, sampler._step(static, span).clone()
-        self.tensors = list(map(id, sampler.cache.keys))
+        self.captured = self.what_a_graph_fixes()
+
+    def what_a_graph_fixes(self):
+        s = self.sampler
+        return [id(key) for key in s.cache.keys], [id(p) for p in s.model.parameters()], s._temperature, s._top_p, s._top_k
 
     def replay(self):
-        assert self.tensors == list(map(id, self.sampler.cache.keys)), "captured from a cache that is gone"
+        assert self.captured == self.what_a_graph_fixes()
         self.output.copy_(self.sampler._step(self.static, self.span))
 
     def pool(self):
