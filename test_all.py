@@ -2201,8 +2201,9 @@ def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
     for trajectory in Sampler(model, tokenizer, 3, 1, 1).rollout([tasks[0].episode() for _ in nested], nested):
         assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
     short = Sampler(model, tokenizer, 4, 1, 1)
-    short.rollout([tasks[0].episode() for _ in range(3)], [prompts[0][:sampling.SHARE]] * 3)
-    assert short.copied == 0, "not worth a copy"
+    for some in ([prompts[0][:sampling.SHARE]] * 3, [[5] * (sampling.SHARE - 1) + [i] * 50 for i in (6, 7, 8)]):
+        short.rollout([tasks[0].episode() for _ in range(3)], some)
+        assert short.copied == 0, "not worth a copy"
 
 
 @pytest.mark.parametrize("heads, groups, length", [(4, 4, 1), (4, 2, 1), (14, 2, 1), (4, 4, 5), (4, 2, 5), (14, 2, 5)])
