@@ -151,8 +151,8 @@ def policy_logits(model, hidden: torch.Tensor, temperature: float = 1.0) -> torc
     """Hidden states (N, d) -> fp32 logits (N, V) of the policy: over the temperature, reward tokens banned."""
     logits = model.get_output_embeddings()(hidden).float() / temperature
     banned = getattr(model.config, "reward_token_ids", None)
-    if banned:
-        logits[:, banned] = float("-inf")
+    for token in banned or ():
+        logits[:, token] = float("-inf")            # one by one: a list as an index would be copied to the device
     return logits
 
 

@@ -6,6 +6,7 @@ Order: envs.py and reward.py, bfcl.py, tokens.py, model.py, sampler.py, grpo.py 
 the command line, theory.py, a real model on the real benchmark.
 """
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -14,6 +15,7 @@ import functools
 import gc
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -1984,15 +1986,25 @@ def test_sampler_keeps_its_ids():
     assert differ > 3
 
 
-def test_sampler_greedy_equals_generate():
+def said_at(trajectory):
+    """[(start, end)] of the policy's messages in a trajectory's ids."""
+    edges = np.flatnonzero(np.diff([0, *trajectory.mask, 0])).tolist()
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def test_sampler_greedy_equals_generate(monkeypatch):
+    """Token for token, in a ragged batch with refills and copied prefixes, in every turn."""
+    monkeypatch.setattr(sampling, "SHARE", 8)
     tasks, model, tokenizer = school()
-    for trajectory, task in zip(rollout(model, tokenizer, tasks, temperature=0, limits={"rows": 3}), tasks):
-        start = task.episode()
-        prompt = Renderer(tokenizer).prompt(start.messages, start.tools, HIGH)
-        theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-                                max_new_tokens=40, suppress_tokens=reward_ids(tokenizer), eos_token_id=[tokenizer.eos_token_id])[0].tolist()
-        assert trajectory.ids[:len(theirs)] == theirs and len(theirs) > len(prompt) + 3
+    messages = 0
+    for trajectory in rollout(model, tokenizer, [task for task in tasks for _ in range(2)], temperature=0, limits={"rows": 5}):
+        for start, end in said_at(trajectory):
+            theirs = model.generate(torch.tensor([trajectory.ids[:start]]), attention_mask=torch.ones(1, start, dtype=torch.long), do_sample=False,
+                                    max_new_tokens=40, suppress_tokens=reward_ids(tokenizer), eos_token_id=[tokenizer.eos_token_id])[0].tolist()
+            assert trajectory.ids[:end] == theirs and end > start
+        messages = max(messages, len(said_at(trajectory)))
         assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+    assert messages >= 3
 
 
 def test_sampler_cold_temperatures():
@@ -2118,6 +2130,267 @@ def test_sampler_padding_gives_no_nan():
         assert all(map(math.isfinite, trajectory.logprobs)) and trajectory.ids[:len(prompt)] == prompt
         assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
     assert sampler.rollout([], []) == []
+
+
+def in_groups(model, tokenizer, tasks, size, goals=(HIGH, LOW), **limits):
+    """(sampler, a function that rolls out `size` episodes of each task, AAABBB, the goals taking turns)."""
+    sampler = Sampler(model, tokenizer, **{"rows": 16, "max_message": 40, "max_messages": 6, **limits})
+    def play(seed=0, temperature=1.0, **options):
+        episodes = [task.episode() for task in tasks for _ in range(size)]
+        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goals[i % len(goals)]) for i, episode in enumerate(episodes)]
+        return sampler.rollout(episodes, prompts, temperature, seed=seed, **options)
+    return sampler, play
+
+
+def fits(sampler, trajectories):
+    """Every token but an episode's last one was either fed or copied, once."""
+    return sampler.fed + sampler.copied == sum(len(t.ids) - 1 for t in trajectories)
+
+
+@pytest.mark.parametrize("patch", [{}, {"PREFILL_CHUNK": 7}, {"PREFILL_TOKENS": 40}, {"CACHE_STEP": 8, "PREFILL_CHUNK": 3, "PREFILL_TOKENS": 9}])
+def test_sampler_shared_prefixes(monkeypatch, patch):
+    """With copied prefixes all is as without: three turns, ragged rows, refills whose sources live, have ended or wait for their
+    own prefill, slots that are overwritten, rows that are moved, prompts in chunks."""
+    tasks, model, tokenizer = school()
+    monkeypatch.setattr(sampling, "SHARE", 10**6)
+    plain, play = in_groups(model, tokenizer, tasks, 4)
+    reference = play(seed=5)
+    assert plain.copied == 0 and fits(plain, reference) and max(len(t.messages) for t in reference) >= 3
+    for name, value in {**patch, "SHARE": 8}.items():
+        monkeypatch.setattr(sampling, name, value)
+    sources = collections.Counter()
+    def spy(self, slots, chosen, original=Sampler._copy):
+        for s in chosen:
+            source = slots[s].source[0]
+            sources["itself" if source == s else "another that is overwritten" if source in chosen else "the rest"] += 1
+        original(self, slots, chosen)
+    monkeypatch.setattr(Sampler, "_copy", spy)
+    for rows in (1, 3, 12, 32):
+        shared, play = in_groups(model, tokenizer, tasks, 4, rows=rows)
+        found = play(seed=5)
+        assert fits(shared, found) and 500 < shared.copied < 2000
+        equal = [(a, b) for a, b in zip(reference, found) if a.ids == b.ids]
+        assert len(equal) >= 31, "one of 32 may meet a tie of the last bit"
+        for a, b in equal:
+            assert a.mask == b.mask and a.messages == b.messages and a.episode.state() == b.episode.state()
+            assert np.allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert len(sources) == 3 and sources["itself"] > 10 and sources["the rest"] > 10, sources
+    before = [key.clone() for key in shared.cache.keys]
+    shared.cache.copy([1, 0, 0], [0, 1, 2], 20)
+    for old, new in zip(before, shared.cache.keys):
+        assert torch.equal(new[:3, :, :20], old[[1, 0, 0], :, :20]) and torch.equal(new[:, :, 20:], old[:, :, 20:]) and torch.equal(new[3:], old[3:])
+
+
+def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
+    """Eight rollouts of one long prompt under both tokens: the prompt is fed once, then what follows the other token, then one
+    token for each of the rest; however few rows there are and however long a chunk is."""
+    tasks, model, tokenizer = school()
+    start = tasks[0].episode()
+    start.messages[0]["content"] += " and please" * 90
+    prompts = [Renderer(tokenizer).prompt(start.messages, start.tools, goal) for goal in (HIGH, LOW)]
+    length, common = len(prompts[0]), next(i for i, (a, b) in enumerate(zip(*prompts)) if a != b)
+    assert length == len(prompts[1]) and length - 10 < common < length and length > 400
+    for rows, chunk in ((8, 2048), (3, 2048), (8, 50), (2, 64)):
+        monkeypatch.setattr(sampling, "PREFILL_CHUNK", chunk)
+        sampler = Sampler(model, tokenizer, rows, 1, 1)
+        found = sampler.rollout([tasks[0].episode() for _ in range(8)], [prompts[i % 2] for i in range(8)])
+        assert all(len(t.ids) == length + 1 for t in found)
+        assert sampler.fed == length + (length - common) + 6 and sampler.copied == 8 * length - sampler.fed
+        for trajectory in found:
+            assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+    nested = [prompts[0][:100] + [5, 6], prompts[0][:100] + [7], prompts[0][:100] + [7, 8, 9], [10] * 120, [11] * 120]
+    for trajectory in Sampler(model, tokenizer, 3, 1, 1).rollout([tasks[0].episode() for _ in nested], nested):
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+    short = Sampler(model, tokenizer, 4, 1, 1)
+    for some in ([prompts[0][:sampling.SHARE]] * 3, [[5] * (sampling.SHARE - 1) + [i] * 50 for i in (6, 7, 8)]):
+        short.rollout([tasks[0].episode() for _ in range(3)], some)
+        assert short.copied == 0, "not worth a copy"
+
+
+@pytest.mark.parametrize("heads, groups, length", [(4, 4, 1), (4, 2, 1), (14, 2, 1), (4, 4, 5), (4, 2, 5), (14, 2, 5)])
+def test_sampler_grouped_attention(heads, groups, length):
+    """As transformers' own, for H/K of 1, 2 and 7, with one query token and with several, and without a repeated key."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, heads, length, 16), torch.randn(3, groups, 12, 16), torch.randn(3, groups, 12, 16)
+    positions = torch.tensor([[0], [4], [7]]) + torch.arange(length)                                   # (B, Q)
+    def seen(positions):
+        return torch.arange(12) <= positions[:, None, :, None]
+    module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=True)
+    theirs, _ = transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value, seen(positions), scaling=0.3)
+    mask = torch.zeros(3, 1, heads // groups * length, 12).masked_fill(~seen(positions.repeat(1, heads // groups)), float("-inf"))
+    used = []
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            used.append(args[1].shape[1] if "scaled_dot" in getattr(function, "__name__", "") else None)
+            return function(*args, **(kwargs or {}))
+    with Watch():
+        ours, _ = sampling.grouped_attention(module, query, key, value, mask, scaling=0.3)
+    assert ours.shape == theirs.shape == (3, length, heads, 16) and (ours - theirs).abs().max() < 1e-6
+    assert [k for k in used if k] == [groups]
+    with pytest.raises(run.UserError, match="not supported"):
+        sampling.grouped_attention(module, query, key, value, mask, softcap=30.0)
+
+
+def test_sampler_attention_is_its_own_only_while_it_runs(monkeypatch):
+    """Training goes on with the attention that the model came with, also after a rollout that was interrupted."""
+    tasks, model, tokenizer = school()
+    calls = []
+    original = sampling.grouped_attention
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "grouped", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    trajectory, *_ = rollout(model, tokenizer, tasks)
+    assert len(calls) > 20 and model.config._attn_implementation == "sdpa"
+    calls.clear()
+    scores(model, trajectory)
+    assert not calls
+    def stop():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        rollout(model.train(), tokenizer, tasks, progress=stop)
+    assert model.config._attn_implementation == "sdpa" and model.training
+
+
+DRAWS = [{}, {"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 5}]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_sampler_step_can_be_captured(monkeypatch, draw):
+    """The decoding step is one graph without a branch on a value, and asks the device for nothing; outside there is one
+    transfer for each step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    tasks, model, tokenizer = school()
+    sampler, play = in_groups(model, tokenizer, tasks, 2)
+    steps, read, seen = [], [], collections.Counter()
+    def step(inputs, span, original=sampler._step):
+        with Watch():
+            output = original(inputs, span)
+        if len(steps) in (3, 9):
+            torch._dynamo.reset()
+            compiled = torch.compile(original, fullgraph=True, backend="eager")(inputs, span)
+            assert torch.equal(compiled[:, 0], output[:, 0]) and torch.allclose(compiled, output, atol=1e-6)
+        steps.append(span)
+        return output
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen[function.overloadpacket.__name__] += 1
+            return function(*args, **(kwargs or {}))
+    def tolist(tensor, original=torch.Tensor.tolist):
+        read.append(tuple(tensor.shape))
+        return original(tensor)
+    prefills = []
+    monkeypatch.setattr(sampler, "_step", step)
+    monkeypatch.setattr(sampler, "_feed", lambda *args, original=sampler._feed: prefills.append(1) or original(*args))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        play(**draw)
+    assert len(steps) > 10 and len(steps) <= len(read) <= len(steps) + len(prefills)
+    assert seen["scaled_dot_product_attention"] + seen["_scaled_dot_product_flash_attention_for_cpu"] == 2 * len(steps)
+    assert not {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "masked_select", "equal"} & set(seen)
+
+
+class Replayed:
+    """What stands in for a CUDA graph: replay() runs the step on its static input and puts the result where it always is."""
+    def __init__(self, sampler, static, span):
+        self.sampler, self.static, self.span, self.output = sampler, static, span, sampler._step(static, span).clone()
+        self.captured = self.what_a_graph_fixes()
+
+    def what_a_graph_fixes(self):
+        s = self.sampler
+        return [id(key) for key in s.cache.keys], [id(p) for p in s.model.parameters()], s._temperature, s._top_p, s._top_k
+
+    def replay(self):
+        assert self.captured == self.what_a_graph_fixes()
+        self.output.copy_(self.sampler._step(self.static, self.span))
+
+    def pool(self):
+        return "pool"
+
+
+def test_sampler_graphs_are_captured_once(monkeypatch):
+    """The bookkeeping around the graphs, with a stand-in for them: one for each number of rows and span, kept for the next
+    rollout and when weights change in place, not when the cache grows or the weights move."""
+    monkeypatch.setattr(sampling, "CACHE_STEP", 32)
+    tasks, model, tokenizer = school()
+    sampler, play = in_groups(model, tokenizer, tasks, 3, rows=11)
+    reference = play(seed=3)
+    captured = []
+    def capture(static, span, pool):
+        assert (pool == "pool") == bool(sampler.cache.graphs) and span % 32 == 0
+        captured.append((len(static), span, sampler._temperature))
+        graph = Replayed(sampler, static.clone(), span)
+        return graph, graph.static, graph.output
+    sampler, play = in_groups(model, tokenizer, tasks, 3, rows=11)
+    sampler.graphs = True
+    monkeypatch.setattr(sampler, "_capture", capture)
+    def agree(found, wanted):
+        assert sum(a.ids == b.ids for a, b in zip(found, wanted)) >= len(wanted) - 1
+        assert all(np.allclose(a.logprobs, b.logprobs, atol=1e-5) for a, b in zip(found, wanted) if a.ids == b.ids)
+    agree(play(seed=3), reference)
+    assert {5, 11} <= {rows for rows, _, _ in captured} <= {11, 5, 2, 1} and len({span for _, span, _ in captured}) >= 3
+    captured.clear()
+    agree(play(seed=3), reference)
+    assert len(set(captured)) == len(captured) <= 3, "nearly all are there: only what a growing cache has lost"
+    captured.clear()
+    agree(play(seed=3), reference)
+    assert not captured
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.9)
+    fresh = in_groups(model, tokenizer, tasks, 3, rows=11)[1](seed=3)
+    assert [t.ids for t in fresh] != [t.ids for t in reference]
+    cache = sampler.cache
+    agree(play(seed=3), fresh)
+    assert sampler.cache is cache
+    captured.clear()
+    play(seed=3, temperature=0.5)
+    assert {temperature for _, _, temperature in captured} == {0.5}
+    sampler.model = copy.deepcopy(model)
+    agree(play(seed=3), fresh)
+    assert sampler.cache is not cache
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+    monkeypatch.setattr(sampler, "_capture", fail)
+    sampler.cache.graphs = {}
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error):
+        agree(play(seed=3), fresh)
+        agree(play(seed=3), fresh)
+    assert error.getvalue() == "no CUDA graphs, decoding is slower: operation not permitted when stream is capturing\n" and not sampler.graphs
+
+
+def test_sampler_noise_of_one_and_banned_tokens():
+    """The largest noise, which rounds to 1 in fp32, never draws a token of probability 0; the smallest draws the first."""
+    tasks, model, tokenizer = school()
+    sampler, play = in_groups(biased(model, {0: -1e9}), tokenizer, tasks, 1)
+    play()
+    hidden = torch.randn(3, 32)
+    tokens = sampler._draw(hidden, torch.tensor([1.0, 0.99999997, 0.0]))
+    assert tokens[:, 1].isfinite().all() and not set(tokens[:, 0].tolist()) & {0.0, *map(float, reward_ids(tokenizer))}
+
+
+def test_sampler_in_bf16():
+    """bf16 weights: sampler and trainer differ by rounding only. The gap is printed (pytest -s) and bounded loosely."""
+    tasks, model, tokenizer = school()
+    model = model.to(torch.bfloat16)
+    gaps = []
+    for trajectory in rollout(model, tokenizer, tasks * 4, temperature=1.5):
+        gaps.append((scores(model, trajectory, 1.5) - torch.tensor(trajectory.logprobs)).abs()[torch.tensor(trajectory.mask)])
+    gaps = torch.cat(gaps)
+    print(f"bf16: |sampler - trainer| of {len(gaps)} log-probs: mean {gaps.mean():.1e}, max {gaps.max():.1e}")
+    assert 0 < gaps.mean() < 0.01 and gaps.max() < 0.3
+
+
+def test_sampler_both_names_of_the_cache():
+    """transformers 5.24 calls it cache and takes past_key_values too; 5.17 knows the latter only."""
+    tasks, model, tokenizer = school()
+    sampler, play = in_groups(model, tokenizer, tasks, 2)
+    reference = [t.ids for t in play()]
+    sampler._cache_name = "past_key_values"
+    assert [t.ids for t in play()] == reference
+    class Old(type(model.base_model)):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+            """the signature of 5.17"""
+    model.model.__class__ = Old
+    assert Sampler(model, tokenizer)._cache_name == "past_key_values"
 
 
 def test_sampler_prompts_and_models_that_do_not_fit():
