@@ -35,6 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,7 +279,6 @@ def cells(row: dict) -> list[str]:
 
 
 def markdown(head: list[str], rows) -> list[str]:
-    """The lines of a table."""
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)]
 
 
@@ -344,10 +344,10 @@ def task_prompts(subject: Subject, o: Options, conditioned: bool = True) -> tupl
 
 
 def generation(sampler: Sampler, new: int, temperature: float) -> GenerationConfig:
-    """The sampler's rules for `generate`: at most `new` tokens, its stop ids, reward tokens banned, the full softmax."""
+    """The sampler's rules for `generate`: at most `new` tokens (exactly, if it has no stop ids), reward tokens banned, the full softmax."""
     drawn = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
-    return GenerationConfig(max_new_tokens=new, eos_token_id=sorted(sampler.stop_ids) or None, pad_token_id=0,
-                            suppress_tokens=sampler.model.config.reward_token_ids, **drawn)
+    stop = dict(eos_token_id=sorted(sampler.stop_ids)) if sampler.stop_ids else dict(min_new_tokens=new)     # None would mean the model's own
+    return GenerationConfig(max_new_tokens=new, pad_token_id=0, suppress_tokens=sampler.model.config.reward_token_ids, **stop, **drawn)
 
 
 @torch.no_grad()
@@ -414,7 +414,8 @@ def decode_step(subject: Subject, report: Report, section: str, rows: int, conte
     @torch.no_grad()
     def theirs(prompts, new):
         ids = torch.tensor(prompts, device=device)
-        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation(ours.sampler, new, 1.0))
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation(ours.sampler, new, 1.0))
+        assert found.shape[1] == ids.shape[1] + new, "generate stopped early"
 
     def side(play, steps):
         prompts = random_prompts(subject, 1, max(1, context - steps // 2), report.o.seed) * rows
@@ -558,7 +559,9 @@ def trl(subject: Subject, o: Options, report: Report):
                 model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"}, report_to="none", logging_strategy="no", save_strategy="no",
                 disable_tqdm=True, seed=o.seed))
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train()
     report.add("trl", subject, f"{o.tasks} prompts x {o.group}, {o.new} new tokens each", pairs[1:], "TRL GRPOTrainer")
 
 
