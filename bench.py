@@ -18,7 +18,8 @@ after a warm-up. "Times better" is the median over such pairs, with the smallest
             checkpoint, first-turn prompts of the tasks (one a group), exactly N new tokens each (no stop id on either side), beta, one
             optimizer step, reward by parity of the ids. TRL without vLLM, logging, saving, gradient checkpointing; all in one batch.
   growth    a decode step against rows and against context, and model size: the figure.
-  update    a whole RL step on prompts of random ids, with a reference (beta > 0), all weights trained; on a GPU with LoRA too.
+  update    a whole RL step on prompts of random ids, no two alike (and all alike), with a reference (beta > 0), all weights
+            trained; on a GPU with LoRA too.
             Model FLOPs: passes * (2 * body * tokens + 2 * head * sampled + attention), attention = 2 * layers * heads * head_dim
             * sum of squared lengths (causal). Passes: 3 of the policy, hence 6 * parameters * tokens (2 where LoRA freezes the
             weights), and 1 of the reference. What is computed again does not count. 100 % is a large matrix product, measured here.
@@ -27,6 +28,7 @@ Peak memory: torch's on a GPU; on a CPU the resident memory of the whole process
 Writes bench.md, bench.json and bench.png into --out after every section, so that a run that is cut off loses nothing.
 """
 import copy
+import gc
 import importlib.metadata
 import json
 import math
@@ -583,10 +585,11 @@ def update(subject: Subject, o: Options, report: Report):
 
         def measure(warm):
             sampling, updating, peak, _ = step(prompts, new)
-            return {"s of rollouts": sampling, "s of the update": updating, MFU: 100 * flops / updating / report.flops, PEAK: peak}
+            sampling_one, updating_one, *_ = step(prompts[:1] * n, new)
+            return {"s of rollouts": sampling, "s of the update": updating, MFU: 100 * flops / updating / report.flops, PEAK: peak,
+                    "s of rollouts, one prompt": sampling_one, "s of the update, one prompt": updating_one}
         report.compare("update", subject, f"{name}, {n} episodes of {length} tokens, {new} sampled", [measure])
-        del step, measure
-        torch.cuda.empty_cache()
+        del step, measure                                # optimizer and reference, before the next ones are made
 
 
 SECTIONS = {section.__name__: section for section in (decode, rollouts, prefix, trl, growth, update)}       # in this order: update changes the model
@@ -632,6 +635,8 @@ def main(argv=None):
             print(f"{section}, {subject.name}", flush=True)
             SECTIONS[section](subject, o, report)
             report.write()
+            gc.collect()                                 # trainers are cycles
+            torch.cuda.empty_cache()
     print("\n".join(markdown(["target", "measured", "wanted", "met"], report.targets())))
     print(f"wrote {o.out}/ (bench.md, bench.json, bench.png)")
 

@@ -2676,9 +2676,9 @@ def test_bench_generate_loop_plays_the_same_game(limits):
 def test_bench_generate_loop_samples_the_full_softmax():
     """At temperature 1 the peer draws from the same distribution as the sampler: no top-k, no reward token, seeded."""
     tasks, model, tokenizer = school()
-    head = biased(model, dict.fromkeys(reward_ids(tokenizer), 100.0))
+    head = biased(model, {token: token / 1000 for token in range(len(tokenizer))} | dict.fromkeys(reward_ids(tokenizer), 100.0))
     with torch.no_grad():
-        head.lm_head.weight = torch.nn.Parameter(torch.zeros_like(head.lm_head.weight))                  # all ids alike
+        head.lm_head.weight = torch.nn.Parameter(torch.zeros_like(head.lm_head.weight))                  # all ids nearly alike
     sampler = Sampler(head, tokenizer, rows=64, max_message=8)
     def first_tokens(seed):
         episodes = [task.episode() for task in tasks * 8]
