@@ -547,7 +547,8 @@ def trl(subject: Subject, o: Options, report: Report):
                           for seconds, count in ((ours, sum(t.sampled for t in found)), (theirs, tokens[-1]))])
             control.should_training_stop = len(pairs) > 1 and time.time() > report.deadline
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         save_policy(subject.model, subject.tokenizer, Path(folder) / "model")
         step, options = learner(subject, o.group, n)
         trainer = GRPOTrainer(
@@ -561,35 +562,37 @@ def trl(subject: Subject, o: Options, report: Report):
                 model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"}, report_to="none", logging_strategy="no", save_strategy="no",
                 disable_tqdm=True, seed=o.seed))
         trainer.remove_callback(PrinterCallback)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.train()
+        trainer.train()
     report.add("trl", subject, f"{o.tasks} prompts x {o.group}, {o.new} new tokens each", pairs[1:], "TRL GRPOTrainer")
+
+
+def step_side(subject: Subject, report: Report, group: int, prompts: list, new: int, **changes):
+    """A side of compare(): a whole step on these prompts, and one where all rollouts have the first of them."""
+    step, options = learner(subject, group, len(prompts), **changes)
+    passes = (2 if changes else 3) + (options.beta > 0)
+    flops = passes * forward_flops(subject.model, [len(prompt) + new for prompt in prompts], len(prompts) * new)
+
+    def measure(warm):
+        sampling, updating, peak, _ = step(prompts, new)
+        sampling_one, updating_one, *_ = step(prompts[:1] * len(prompts), new)
+        return {"s of rollouts": sampling, "s of the update": updating, MFU: 100 * flops / updating / report.flops, PEAK: peak,
+                "s of rollouts, one prompt": sampling_one, "s of the update, one prompt": updating_one}
+    return measure
 
 
 def update(subject: Subject, o: Options, report: Report):
     """A whole RL step on random prompts: seconds of both halves, model-FLOP utilisation of the update, peak memory."""
-    n, length, new = (8, 6000, 60 if o.quick else 600) if on_gpu(subject) else (o.tasks * o.group, 192 + o.new, o.new)
-    prompts, total = random_prompts(subject, n, length - new, o.seed), sum(p.numel() for p in subject.model.parameters())
-    for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 32, "grad_checkpoint": True})):
-        if changes and not on_gpu(subject):
-            continue
+    gpu, total = on_gpu(subject), sum(p.numel() for p in subject.model.parameters())
+    n, length, new = (8, 6000, 60 if o.quick else 600) if gpu else (o.tasks * o.group, 192 + o.new, o.new)
+    for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 32, "grad_checkpoint": True}))[:2 if gpu else 1]:
         if not set(changes) <= {field.name for field in fields(grpo.Options)}:
             report.note(f"update, {name}: left out, grpo.py has no --{', --'.join(changes)}")
-            continue
-        if on_gpu(subject) and not changes and 20 * total > torch.cuda.get_device_properties(subject.model.device).total_memory:
+        elif gpu and not changes and 20 * total > torch.cuda.get_device_properties(subject.model.device).total_memory:
             report.note(f"update, {subject.name}, {name}: left out, its 18 bytes a weight are {18 * total / 1e9:.0f} GB, activations come on top")
-            continue
-        step, options = learner(subject, n if on_gpu(subject) else o.group, n, **changes)
-        flops = ((2 if changes else 3) + 1) * forward_flops(subject.model, [length] * n, n * new)
-
-        def measure(warm):
-            sampling, updating, peak, _ = step(prompts, new)
-            sampling_one, updating_one, *_ = step(prompts[:1] * n, new)
-            return {"s of rollouts": sampling, "s of the update": updating, MFU: 100 * flops / updating / report.flops, PEAK: peak,
-                    "s of rollouts, one prompt": sampling_one, "s of the update, one prompt": updating_one}
-        report.compare("update", subject, f"{name}, {n} episodes of {length} tokens, {new} sampled", [measure])
-        del step, measure                                # optimizer and reference, before the next ones are made
+        else:
+            prompts = random_prompts(subject, n, length - new, o.seed)
+            report.compare("update", subject, f"{name}, {n} episodes of {length} tokens, {new} sampled",
+                           [step_side(subject, report, n if gpu else o.group, prompts, new, **changes)])
 
 
 SECTIONS = {section.__name__: section for section in (decode, rollouts, prefix, trl, growth, update)}       # in this order: update changes the model
