@@ -2,8 +2,8 @@
 without them. Numbers such as trl#5224 name the public report of the fault that a test guards against
 (tf: huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py and reward.py, bfcl.py, tokens.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and sft.py,
-the command line, theory.py, a real model on the real benchmark.
+Order: envs.py and reward.py, bfcl.py, fuzz.py, tokens.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and
+sft.py, bench.py, the command line, theory.py, a real model on the real benchmark.
 """
 import collections
 import contextlib
@@ -38,6 +38,7 @@ import torch
 import transformers
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+import bench
 import bfcl
 import envs
 import evaluate
@@ -2928,6 +2929,102 @@ def test_sft_teaches():
 
 
 # =====================================================================================================================
+# bench.py
+# =====================================================================================================================
+
+@pytest.mark.parametrize("limits", [{}, {"max_message": 5}, {"max_messages": 2}, {"max_length": 90}], ids=str)
+def test_bench_generate_loop_plays_the_same_game(limits):
+    """Greedy, the hand-written loop around transformers' generate and the sampler make the same episodes, id for id."""
+    tasks, model, tokenizer = school()
+    sampler = Sampler(model, tokenizer, **{"rows": 3, "max_message": 40, "max_messages": 6, **limits})
+    episodes = [task.episode() for task in tasks]
+    prompts = [sampler.renderer.prompt(episode.messages, episode.tools, HIGH) for episode in episodes]
+    theirs = bench.generate_loop(sampler, episodes, prompts, temperature=0)
+    ours = sampler.rollout([task.episode() for task in tasks], prompts, temperature=0)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.ids, a.mask, a.messages, a.truncated) == (b.ids, b.mask, b.messages, b.truncated)
+        assert a.episode.messages == b.episode.messages and a.episode.calls == b.episode.calls and a.sampled > 0
+    assert any(t.truncated for t in ours) == bool(limits) and max(len(t.messages) for t in ours) >= (1 if "max_message" in limits else 2)
+
+
+def test_bench_generate_loop_samples_the_full_softmax():
+    """At temperature 1 the peer draws from the same distribution as the sampler: no top-k, no reward token, seeded."""
+    tasks, model, tokenizer = school()
+    head = biased(model, {token: token / 1000 for token in range(len(tokenizer))} | dict.fromkeys(reward_ids(tokenizer), 100.0))
+    with torch.no_grad():
+        head.lm_head.weight = torch.nn.Parameter(torch.zeros_like(head.lm_head.weight))                  # all ids nearly alike
+    sampler = Sampler(head, tokenizer, rows=64, max_message=8)
+    def first_tokens(seed):
+        episodes = [task.episode() for task in tasks * 8]
+        return [t.ids[len(prompt):] for prompt in [sampler.renderer.prompt(episodes[0].messages, episodes[0].tools, HIGH)]
+                for t in bench.generate_loop(sampler, episodes, [prompt] * 64, seed=seed)]
+    drawn = [token for ids in first_tokens(0) for token in ids[:8]]
+    assert len(set(drawn)) > 200 and not set(drawn) & set(reward_ids(tokenizer)) and first_tokens(0) == first_tokens(0) != first_tokens(1)
+
+
+def test_bench_bytes_and_flops_by_hand():
+    model, _ = tiny()
+    vocabulary = model.config.vocab_size                  # width 32, 2 layers, 4 heads of 8, 2 key/value heads, 96 inside, tied
+    body = 2 * (32 * 32 + 32 * 16 + 32 * 16 + 32 * 32 + 3 * 32 * 96 + 2 * 32) + 32
+    assert bench.weights(model) == (body, 32 * vocabulary) and sum(p.numel() for p in model.parameters()) == body + 32 * vocabulary
+    assert bench.cache_bytes(model) == 2 * 2 * 2 * 8 * 4 and bench.cache_bytes(copy.deepcopy(model).bfloat16()) == 2 * 2 * 2 * 8 * 2
+    assert bench.decode_bytes(model, 3, 10) == 4 * (body + 32 * vocabulary) + 3 * 10 * 256
+    attention = sum(2 * 2 * 4 * 8 * t for n in (50, 70) for t in range(1, n + 1)) * 2     # layers, FLOPs, heads, size, keys; scores and values
+    assert bench.forward_flops(model, [50, 70], 9) == pytest.approx(2 * body * 120 + 2 * 32 * vocabulary * 9 + attention, rel=0.01)
+    untied, _ = bare_policy(untied=True)
+    assert sum(bench.weights(untied)) == sum(p.numel() for p in untied.parameters()) - untied.get_input_embeddings().weight.numel()
+    layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584                # Qwen2.5-7B: q and o, k and v, biases
+    assert bench.weights(bench.shape("7B", "meta")) == (28 * layer + 3584, 152064 * 3584)
+    step = 2 * (28 * layer + 3584 + 152064 * 3584) + 32 * 1100 * 2 * 28 * 4 * 128 * 2
+    assert f"{step / 1e9:.2f} GB a step" in bench.plan() and f"limit {32 * 4.8e12 / step:,.0f} tok/s" in bench.plan()
+
+
+def test_bench_report(here):
+    """Ratios say how many times ours is better, whichever way the measure counts; targets; nothing is begun after the deadline."""
+    report, subject = bench.Report(bench.Options(out="."), torch.device("cpu"), torch.float32), bench.Subject("built-in", None, None)
+    side = lambda rate, seconds, size: {"episodes/s": rate, "s per step": seconds, bench.PEAK: size}
+    report.add("rollouts", subject, "some", [[side(6, 2, 1), side(2, 6, 3)], [side(8, 1, 1), side(2, 5, 3)], [side(9, math.nan, 1), side(1, 1, 3)]], "peer")
+    rates, times, sizes = report.rows
+    assert (rates["ours"], rates["peer"], rates["ratio"], rates["ratio low"], rates["ratio high"]) == (8, 2, 4, 3, 9)
+    assert (times["ours"], times["peer"], times["ratio"], times["ratio low"], times["ratio high"]) == (1.5, 5.5, 4, 3, 5)
+    assert sizes["ours"] == 1 and sizes["peer"] == 3 and "ratio" not in sizes
+    assert [line[1:] for line in report.targets()] == [["4", "at least 3", "yes"]]
+    for size in (30, 40):
+        report.add("update", bench.Subject("7B", None, None), "LoRA, 8 episodes", [[{bench.PEAK: size}]])
+    assert [line[1:] for line in report.targets()[1:]] == [["30", "at most 37.3", "yes"], ["40", "at most 37.3", "no"]]
+    calls = []
+    side = lambda warm: calls.append(warm) or {"s per step": 1.0}
+    report.deadline = time.time() - 1
+    report.compare("prefix", subject, "late", [side, side])
+    assert not calls and "late: left out, no time" in report.notes[-1] and len(report.rows) == 5
+    report.deadline = math.inf
+    report.compare("prefix", subject, "in time", [side, side])
+    assert calls == [True] * 2 + [False] * 2 * report.o.repeats and report.rows[-1]["ratio"] == 1
+
+
+def test_bench_writes_its_files(here, school_run, monkeypatch, capsys):
+    """Every section on a tiny policy; what was measured before a crash is kept."""
+    monkeypatch.setitem(sys.modules, "trl", None)         # as if it were not installed
+    argv = ["--checkpoint", school_run, "--device", "cpu", "--quick", "--repeats", "1", "--tasks", "1", "--group", "2", "--rows", "4", "--new", "8"]
+    bench.main(argv)
+    found = json.loads(Path("runs/bench/bench.json").read_text())
+    assert {row["section"] for row in found["rows"]} == {"decode", "rollouts", "prefix", "growth", "update"}
+    assert ["trl: left out" in note for note in found["notes"]] == [True] and found["machine"]["torch"] == torch.__version__
+    for row in found["rows"]:
+        assert row["model"] == "built-in" and row["low"] <= row["ours"] <= row["high"] or math.isnan(row["ours"])
+        assert not row["ours"] <= 0 and ("peer" in row) == (row["section"] != "update")
+    table = Path("runs/bench/bench.md").read_text()
+    assert table.count("\n| ") > len(found["rows"]) and "| rollouts | built-in | 2 simulator episodes, 4 rows | episodes/s |" in table
+    assert Path("runs/bench/bench.png").stat().st_size > 5000 and "times generate turn by turn" in capsys.readouterr().out
+    def crash(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setitem(bench.SECTIONS, "update", crash)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(argv + ["--sections", "update,prefix", "--out", "other"])
+    assert {row["section"] for row in json.loads(Path("other/bench.json").read_text())["rows"]} == {"prefix"}
+
+
+# =====================================================================================================================
 # the command line
 # =====================================================================================================================
 
@@ -2985,7 +3082,10 @@ def stumble(monkeypatch, capsys, module, *argv):
     (rcgrpo, "--how both", "choose from"), (rcgrpo, "--p_high nan", "--p_high"), (rcgrpo, "--init SCHOOL --steps 0", "--steps"),
     (rcgrpo, "--init nobody/nothing", "cannot load a model"), (evaluate, "", "checkpoint"), (evaluate, "runs/rcgrpo", "make it with"),
     (evaluate, "SCHOOL --tokens high,middle", "--tokens knows"), (evaluate, "SCHOOL --top_p 0", "--top_p"), (evaluate, "SCHOOL --n 0", "--n"),
-    (evaluate, "SCHOOL --out no/such/folder.jsonl", "no folder no/such"), (evaluate, "SCHOOL --split official", "choose from")])
+    (evaluate, "SCHOOL --out no/such/folder.jsonl", "no folder no/such"), (evaluate, "SCHOOL --split official", "choose from"),
+    (bench, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"), (bench, "--checkpoint SCHOOL --sections speed", "--sections knows decode, "),
+    (bench, "--checkpoint SCHOOL --shapes 3B", "--shapes knows 0.5B, "), (bench, "--checkpoint SCHOOL --group 1", "--group at least 2"),
+    (bench, "--checkpoint SCHOOL --out /proc/no/where", "cannot write")])
 def test_cli_mistakes_are_one_line(here, monkeypatch, capsys, school_run, module, argv, says):
     """Exit status 2, one line that says what to do, nothing left on disk."""
     errors = stumble(monkeypatch, capsys, module, *argv.replace("SCHOOL", school_run).split())
@@ -3011,7 +3111,7 @@ def test_cli_prompts_longer_than_the_context(here, monkeypatch, capsys, tmp_path
     assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize("module", [sft, grpo, rcgrpo, evaluate], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [sft, grpo, rcgrpo, evaluate, bench], ids=lambda module: module.__name__)
 def test_cli_help_shows_every_option(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
     with pytest.raises(SystemExit) as end:
