@@ -31,7 +31,8 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, outcome, play, rate, table
-from model import Optimizer, batches_by_length, frozen_copy, load_policy, pad, save_policy, token_logprobs
+from lora import base_weights
+from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
 from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
 from sampler import Sampler, Trajectory
@@ -42,7 +43,7 @@ NAMES = {goal: name for name, goal in GOALS.items()}
 
 
 @dataclass
-class Options(TaskOptions):
+class Options(MemoryOptions, TaskOptions):
     """The paper's values (second-hand, sources disagree: G 4 or 5, beta 0.05 or 0.1, lr 1e-5 or 1e-6) for pretrained models."""
     init: str = option("runs/sft", "where to start: run folder, checkpoint folder or hub name; it is the frozen reference too")
     out: str = option("runs/grpo", "run folder")
@@ -73,6 +74,7 @@ class Options(TaskOptions):
 
     def check(self):
         self.check_tasks()
+        self.check_memory()
         require(self.group >= 2, f"--group must be at least 2: a group of {self.group} has no variance and teaches nothing")
         require(self.steps >= 1 and self.tasks >= 1 and self.updates >= 1, "--steps, --tasks and --updates must be at least 1")
         require(self.lr > 0 and self.beta >= 0 and 0 < self.clip and self.eps_stab >= 0, "--lr and --clip must be positive, --beta and --eps_stab not negative")
@@ -153,8 +155,11 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
         mask = pad([trajectories[i].mask for i in group], False, device)                 # (B, T)
         sampled = pad([trajectories[i].logprobs for i in group], 0.0, device)            # (B, T)
         with torch.no_grad():
-            ref = token_logprobs(reference, ids, mask, o.temperature) if o.beta > 0 else None
             old = token_logprobs(model, ids, mask, o.temperature) if o.updates > 1 else None
+            ref = None
+            if o.beta > 0:
+                with base_weights(reference):
+                    ref = token_logprobs(reference, ids, mask, o.temperature)
         tensors.append((group, ids, mask, sampled, ref, old))
     for round_ in range(o.updates):
         totals = {"kl": 0.0, "clipped": 0, "tokens": 0}
@@ -222,12 +227,12 @@ def pick_tasks(o: Options, pool: list | None, step: int) -> list:
 
 
 def save_state(run: Run, model, tokenizer, optimizer: Optimizer, step: int):
-    """What a resumed run needs: the policy, and one file with masters, moments and the number of steps done.
+    """The policy so far, and what a resumed run goes on from beside o.init: one file with masters, moments and the steps done.
 
-    That file is replaced as a whole and has the weights too (the masters), so a crash between the two writes does no harm.
+    That file has all trained weights (the masters) and is replaced as a whole, so a crash between the two writes does no harm.
     """
     save_policy(model, tokenizer, run.folder / "checkpoint")
-    state = {name: tensor.contiguous().clone() for name, tensor in optimizer.tensors().items()} | {"steps_done": torch.tensor(step)}
+    state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in optimizer.tensors().items()} | {"steps_done": torch.tensor(step)}
     save_file(state, run.folder / "optimizer.tmp")
     (run.folder / "optimizer.tmp").replace(run.folder / "optimizer.safetensors")
 
@@ -263,7 +268,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     device = o.torch_device()
     source = checkpoint_of(o.init, "python sft.py" + (" --plain" if "sft" in o.init else ""))
     model, tokenizer = load_policy(source, device)
-    reference = frozen_copy(model) if o.beta > 0 else None
+    o.prepare(model, o.seed)
+    reference = reference_policy(model) if o.beta > 0 else None
     try:
         sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     except ValueError as error:
@@ -279,15 +285,12 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     if (run.folder / "optimizer.safetensors").exists():
         state = load_file(run.folder / "optimizer.safetensors")
         start = int(state["steps_done"])
-        model, tokenizer = load_policy(str(run.folder / "checkpoint"), device)
-        sampler.model = model
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
     if state:
         optimizer.load_tensors(state)
     for name in ("metrics.jsonl", "episodes.jsonl"):                                     # what came after the last save is done again
         run.write(name, "".join(json.dumps(row) + "\n" for row in run.rows(name) if row["step"] <= start))
-    before = play(Sampler(reference or model, tokenizer, o.rows, o.max_message, o.max_messages), held_out, goals,
-                  seed=o.seed, title="success before") if held_out and not start else []
+    before = play(sampler, held_out, goals, seed=o.seed, title="success before") if held_out and not start else []
     if before:
         run.write("before.json", json.dumps([outcome(row) for row in before]))
 

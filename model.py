@@ -3,6 +3,10 @@
 Load (built-in tiny model, hub name, folder, GGUF file), add the rows of <|high_reward|> and <|low_reward|>, score sampled
 tokens, optimise with fp32 masters, save as a plain Hugging Face folder.
 
+Bytes of GPU memory per weight in bf16, besides activations and the sampler's cache. All weights trained: weights 2 + frozen
+reference 2 (RL with beta > 0) + gradients 2 + fp32 masters 4 + moments 8 = 18. With LoRA (lora.py): 2 per frozen weight, its
+own reference included, and 16 per weight of the adapters.
+
 - The reward tokens are prompt only: their logits are -inf wherever this program samples or scores (`policy_logits`, the one
   function that both the sampler and the trainer call).
 - Log-softmax is fp32 whatever the weights are; the head runs on sampled positions only, in chunks that the backward pass
@@ -14,6 +18,7 @@ tokens, optimise with fp32 masters, save as a plain Hugging Face folder.
 import copy
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +26,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from run import UserError
+from lora import add_adapters, merged_state
+from run import UserError, option, require
 from tokens import HIGH, LOW
 
 HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
+STEP_CHUNK = 2 ** 27       # weights whose fp32 gradients exist at one time
 
 # ---------------------------------------------------------------------------------------------------------------------
 # making and loading
@@ -126,11 +133,14 @@ def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: to
 
 
 def save_policy(model, tokenizer, folder: str | Path):
-    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name, renamed."""
+    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name, renamed.
+
+    Adapters are merged into the weights that are written; the model itself stays as it is.
+    """
     folder = Path(folder)
     temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=merged_state(model))
     tokenizer.save_pretrained(temporary)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -139,9 +149,30 @@ def save_policy(model, tokenizer, folder: str | Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
+@dataclass
+class MemoryOptions:
+    """What is trained and what is kept in memory: shared by the programs that train."""
+    lora_rank: int = option(0, "rank of LoRA adapters beside frozen weights; 0: train all weights")
+    lora_alpha: float = option(32.0, "weight of the adapters: W x + alpha / rank * B A x")
+    lora_targets: str = option("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "linear layers with adapters, comma-separated")
+
+    def check_memory(self):
+        require(self.lora_rank >= 0 and self.lora_alpha > 0, "--lora_rank must not be negative, --lora_alpha must be positive")
+
+    def prepare(self, model, seed: int):
+        """Make a freshly loaded policy what these options say, in place."""
+        if self.lora_rank:
+            add_adapters(model, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
+
+
 def frozen_copy(model):
-    """A reference policy: the same weights, no gradients."""
+    """The same weights, no gradients."""
     return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def reference_policy(model):
+    """The policy that the KL term pulls to, to be used inside lora.base_weights: the model itself if it has adapters, else a copy."""
+    return model if hasattr(model.get_input_embeddings(), "reward_rows") else frozen_copy(model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,28 +232,37 @@ class Optimizer:
 
     In pure bf16 an update of 1e-5 leaves a weight of 0.02 where it was; so the masters take the step and the model gets a
     rounded copy. In fp32 the model's own weights are the masters. row_speed: learning rate of the reward tokens' rows, as a
-    multiple of that of everything else.
+    multiple of that of everything else. Parameters without requires_grad have no part in it.
     """
 
     def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0, row_speed: float = 1.0):
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
-        embedding = model.get_input_embeddings().weight
-        self.table = next(master for param, master in zip(self.params, self.masters) if param is embedding)      # (V, d)
-        self.rows, self.row_speed = getattr(model.config, "reward_token_ids", []), row_speed
+        self.parts = batches_by_length([p.numel() for p in self.params], STEP_CHUNK)
+        embedding = model.get_input_embeddings()
+        table = getattr(embedding, "reward_rows", embedding.weight)      # (2, d) with adapters, else (V, d)
+        self.table = next(master for param, master in zip(self.params, self.masters) if param is table)
+        ids = getattr(model.config, "reward_token_ids", [])
+        self.rows, self.row_speed = ids if table is embedding.weight else list(range(len(ids))), row_speed
 
     def step(self, lr: float, max_norm: float) -> float:
         """One update at learning rate lr, gradient clipped to max_norm; returns the norm before clipping."""
-        for param, master in zip(self.params, self.masters):
-            if master is not param and param.grad is not None:
-                master.grad, param.grad = param.grad.float(), None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
+        grads = [param.grad for param in self.params]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32)
+                                                     for grad in grads if grad is not None]))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         before = self.table.detach()[self.rows]                          # a copy
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        for param in self.params:
+            param.grad = None
+        for part in self.parts:                                          # AdamW leaves out what has no gradient
+            for i in part:
+                if grads[i] is not None:
+                    self.masters[i].grad, grads[i] = grads[i].float().mul_(scale), None
+            self.adamw.step()
+            self.adamw.zero_grad(set_to_none=True)
         with torch.no_grad():
             if self.row_speed != 1:                                      # AdamW's step is linear in its rate
                 self.table[self.rows] = before + self.row_speed * (self.table[self.rows] - before)
@@ -240,7 +280,10 @@ class Optimizer:
         return state
 
     def load_tensors(self, state: dict[str, torch.Tensor]):
-        """The inverse of tensors(); the model gets its weights from the masters."""
+        """The inverse of tensors(); the model gets its weights from the masters. Raises UserError if they are those of other weights."""
+        shapes = [state[f"master.{i}"].shape for i in range(len(state)) if f"master.{i}" in state]
+        require(shapes == [master.shape for master in self.masters],
+                "the interrupted run trained other weights: --resume needs its --init, --lora_rank and --lora_targets")
         with torch.no_grad():
             for i, master in enumerate(self.masters):
                 master.copy_(state[f"master.{i}"])

@@ -29,7 +29,8 @@ import tokens
 from envs import Call
 from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, one_variant_each, play, rate,
                       record, table)
-from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
+from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
+                   token_logprobs)
 from reward import replay, trajectory_reward
 from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
 from sampler import Sampler
@@ -37,7 +38,7 @@ from tokens import HIGH, LOW, Renderer, signature
 
 
 @dataclass
-class Options(TaskOptions):
+class Options(MemoryOptions, TaskOptions):
     model: str = option("builtin", "builtin, a hub name, a checkpoint folder or a GGUF file")
     plain: bool = option(False, "the SFT baseline: successes only, no reward token")
     out: str = option("", "run folder (default runs/rctp, with --plain runs/sft)")
@@ -66,6 +67,7 @@ class Options(TaskOptions):
 
     def check(self):
         self.check_tasks()
+        self.check_memory()
         require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
         require(self.row_speed > 0 and self.failure_weight > 0, "--row_speed and --failure_weight must be positive")
         require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
@@ -298,6 +300,7 @@ def main(argv=None):
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
     source = pretrained_builtin(o.base) if builtin else checkpoint_of(o.model, "python sft.py")
     model, tokenizer = load_policy(source, device)
+    o.prepare(model, o.seed)
     if not builtin:
         tokenizer.init_kwargs["tool_schemas"] = o.schemas                # saved with the tokenizer: part of the checkpoint
     try:
