@@ -20,11 +20,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lora import add_adapters, merged_state
 from run import UserError, option, require
@@ -155,6 +157,7 @@ class MemoryOptions:
     lora_rank: int = option(0, "rank of LoRA adapters beside frozen weights; 0: train all weights")
     lora_alpha: float = option(32.0, "weight of the adapters: W x + alpha / rank * B A x")
     lora_targets: str = option("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "linear layers with adapters, comma-separated")
+    grad_checkpoint: bool = option(False, "compute the layers' activations again in the backward pass: much less memory, a third more time")
 
     def check_memory(self):
         require(self.lora_rank >= 0 and self.lora_alpha > 0, "--lora_rank must not be negative, --lora_alpha must be positive")
@@ -163,6 +166,24 @@ class MemoryOptions:
         """Make a freshly loaded policy what these options say, in place."""
         if self.lora_rank:
             add_adapters(model, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
+        if self.grad_checkpoint:
+            recompute_layers(model)
+
+
+def _recomputed(layer, *args, **kwargs):
+    """Forward of a decoder layer of which only the input is kept; the backward pass runs it again."""
+    forward = type(layer).forward
+    if not torch.is_grad_enabled():
+        return forward(layer, *args, **kwargs)
+    return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def recompute_layers(model):
+    """Gradient checkpointing. (transformers' own is for train mode, drops the cache there, and would need dropout to be off.)"""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    require(len(layers) > 0, "--grad_checkpoint: this model's layers cannot be found; choose another model")
+    for layer in layers:
+        layer.forward = MethodType(_recomputed, layer)                   # a method, so that a deep copy calls its own layers
 
 
 def frozen_copy(model):

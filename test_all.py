@@ -1883,6 +1883,31 @@ def adapted(model, rank=4, alpha=8.0, seed=0, targets=policy.MemoryOptions.lora_
     return model
 
 
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+def test_model_grad_checkpoint(with_lora):
+    """Every layer runs a second time in the backward pass, with the same gradients; without gradients once, as ever."""
+    found, runs = [], collections.Counter()
+    for on in (False, True):
+        model, _ = tiny()
+        if with_lora:
+            adapted(model)
+        ids, mask, *_ = ragged(model)
+        policy.MemoryOptions(grad_checkpoint=on).prepare(model, 0)
+        for layer in model.base_model.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, inputs: runs.update([on]))
+        with torch.no_grad():
+            values = policy.token_logprobs(model, ids, mask)
+        assert runs[on] == 2, "two layers"
+        policy.token_logprobs(model, ids, mask).sum().backward()
+        assert runs[on] == (6 if on else 4) and not model.training
+        found.append([values, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(*found)) and found[0][-1].abs().max() > 0
+    twin = copy.deepcopy(model)
+    assert all(layer.forward.__self__ is layer for layer in twin.base_model.layers)
+    with pytest.raises(run.UserError, match="--grad_checkpoint"):
+        policy.recompute_layers(torch.nn.Linear(2, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_model_lora_learns_beside_frozen_weights(dtype):
     """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives the base back."""
@@ -2267,6 +2292,18 @@ def test_sampler_prompts_and_models_that_do_not_fit():
     model.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(run.UserError, match="sliding_attention"):
         Sampler(model, tokenizer)
+
+
+def test_sampler_keeps_its_cache_under_grad_checkpoint(monkeypatch):
+    """Also in train mode (trl#3683, tf#36051): the same episodes, every token fed once."""
+    tasks, model, tokenizer = school()
+    plain, fed = rollout(model, tokenizer, tasks), []
+    policy.recompute_layers(model.train())
+    monkeypatch.setattr(policy, "checkpoint", lambda *_, **__: 1 / 0)
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    found = rollout(model, tokenizer, tasks)
+    assert [t.ids for t in found] == [t.ids for t in plain] and [t.logprobs for t in found] == [t.logprobs for t in plain]
+    assert sum(fed) < 3 * sum(len(t.ids) for t in found)
 
 
 def test_sampler_lora_plays_like_the_merged_model(tmp_path):
@@ -3058,7 +3095,7 @@ def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
     """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280): after Ctrl-C, after a crash
     between two checkpoints, before the first one, or in the middle of writing one; with LoRA the merged checkpoint is not
     what goes on."""
-    same = ["--steps", "4", "--beta", "0.05", *(["--lora_rank", "4", "--lr", "1e-2"] if "LoRA" in how else [])]
+    same = ["--steps", "4", "--beta", "0.05", *(["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else [])]
     rl(school_run, *same, "--out", "runs/whole")
     rest = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"]
     if "stop" in how:
