@@ -34,7 +34,8 @@ from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, 
 from lora import base_weights
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
-from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from run import (OutOfMemory, Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require,
+                 within_memory)
 from sampler import Sampler, Trajectory
 
 RATIO_BOUND = 20.0         # log-ratios are cut here before exp: far outside any clip range
@@ -290,7 +291,9 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
         optimizer.load_tensors(state)
     for name in ("metrics.jsonl", "episodes.jsonl"):                                     # what came after the last save is done again
         run.write(name, "".join(json.dumps(row) + "\n" for row in run.rows(name) if row["step"] <= start))
-    before = play(sampler, held_out, goals, seed=o.seed, title="success before") if held_out and not start else []
+    resume = f"then go on with: {command} --resume and otherwise the same options; what is done is in {run.folder}/"
+    in_rollout, in_update = f"in a rollout: lower --rows or --max_message, {resume}", f"in an update: lower --token_budget or add --grad_checkpoint, {resume}"
+    before = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success before") if held_out and not start else []
     if before:
         run.write("before.json", json.dumps([outcome(row) for row in before]))
 
@@ -304,14 +307,21 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
         episodes = [task.episode() for task in tasks for _ in range(o.group)]            # AAABBB
         flat = [label for row in labels for label in row]                                # one a rollout
         prompts = [sampler.renderer.prompt(episode.messages, episode.tools, label) for episode, label in zip(episodes, flat)]
-        trajectories = sampler.rollout(episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
-        outcomes = [trajectory_reward(episode) for episode in episodes]
-        rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
-        advantages = group_advantages(rewards, o.eps_stab)                               # (P, G)
-        sampled_at = time.time()
-        lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
-        row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
-               **update(model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+        begun = optimizer.begun
+        try:
+            trajectories = within_memory(in_rollout, sampler.rollout, episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
+            outcomes = [trajectory_reward(episode) for episode in episodes]
+            rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
+            advantages = group_advantages(rewards, o.eps_stab)                           # (P, G)
+            sampled_at = time.time()
+            lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
+            row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
+                   **within_memory(in_update, update, model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+        except OutOfMemory:
+            bar.close()
+            if optimizer.begun == begun:                                                 # else a part of the weights may have moved
+                save_state(run, model, tokenizer, optimizer, step)
+            raise
         row |= {"sample_seconds": sampled_at - clock, "update_seconds": time.time() - sampled_at,
                 "tok_s": sum(len(t.ids) for t in trajectories) / (time.time() - clock)}
         run.append("metrics.jsonl", row)
@@ -332,7 +342,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
 
     metrics = run.rows("metrics.jsonl")
     figure(metrics, run.folder / "figure.png")
-    report(o, run, metrics, play(sampler, held_out, goals, seed=o.seed, title="success after") if held_out else [], len(held_out))
+    report(o, run, metrics, within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success after")
+           if held_out else [], len(held_out))
     run.finish()
     print(f"{time.time() - began:.0f} s; wrote {o.out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
 

@@ -261,6 +261,7 @@ class Optimizer:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
         self.parts = batches_by_length([p.numel() for p in self.params], STEP_CHUNK)
+        self.begun = 0                                                   # steps, this one included
         embedding = model.get_input_embeddings()
         table = getattr(embedding, "reward_rows", embedding.weight)      # (2, d) with adapters, else (V, d)
         self.table = next(master for param, master in zip(self.params, self.masters) if param is table)
@@ -276,6 +277,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         before = self.table.detach()[self.rows]                          # a copy
+        self.begun += 1
         for param in self.params:
             param.grad = None
         for part in self.parts:                                          # AdamW leaves out what has no gradient

@@ -32,7 +32,7 @@ from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint,
 from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
                    token_logprobs)
 from reward import replay, trajectory_reward
-from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
+from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require, within_memory
 from sampler import Sampler
 from tokens import HIGH, LOW, Renderer, signature
 
@@ -308,7 +308,8 @@ def main(argv=None):
     except ValueError as error:
         raise UserError(f"{o.model}: {error}")
     check_prompts(sampler, held_out)                                     # fails before anything is written
-    examples = stage1_data(o, sampler.renderer, tasks, sampler)
+    in_rollout = "in a rollout: lower --rows or --max_message"
+    examples = within_memory(in_rollout, stage1_data, o, sampler.renderer, tasks, sampler)
     limit = o.max_length or model.config.max_position_embeddings
     kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
     if len(kept) < len(examples):
@@ -320,15 +321,16 @@ def main(argv=None):
                     "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
                     "hashes": fingerprint(o, sampler, tasks[0])})
     try:
-        fit(model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
-            "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
+        within_memory("in an update: lower --token_budget, or add --grad_checkpoint or --lora_rank 16",
+                      fit, model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
+                      "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
     except KeyboardInterrupt:
         save_policy(model, tokenizer, run.folder / "checkpoint")
         print(f"\nstopped; what was learned so far is in {run.folder}/. Use it with --init {run.folder}, or start again")
         raise SystemExit(130)
     save_policy(model, tokenizer, run.folder / "checkpoint")
     if held_out:
-        rows = play(sampler, held_out, tuple(GOALS), seed=o.seed)
+        rows = within_memory(f"{in_rollout}; what was learned is in {run.folder}/", play, sampler, held_out, tuple(GOALS), seed=o.seed)
         run.append("episodes.jsonl", *map(record, rows))
         print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
         print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")

@@ -34,6 +34,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import bfcl
@@ -1987,6 +1988,7 @@ def test_model_lora_is_saved_merged(tmp_path, kind, dtype):
     logits = scored(model, batch)
     policy.save_policy(model, tokenizer, tmp_path / "c")
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items()) and torch.equal(scored(model, batch), logits)
+    assert set(load_file(tmp_path / "c/model.safetensors")) == plain - ({"lm_head.weight"} if kind != "untied" else set())
     for other in (policy.load_policy(str(tmp_path / "c"), dtype=dtype)[0], AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=dtype).eval()):
         assert set(other.state_dict()) == plain and other.dtype == dtype
         gap, rough = ((scored(other, ids) - logits).abs().max() / logits.abs().max() for ids in (batch, batch.flip(1)))
@@ -2897,12 +2899,15 @@ def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def stumble(monkeypatch, capsys, module, *argv):
-    """Run a program as from the shell -> its one line on stderr; it must end with status 2."""
+def stumble(monkeypatch, capsys, module, *argv, bars=False):
+    """Run a program as from the shell -> its one line on stderr (after progress bars, if any are expected); it must end with status 2."""
     monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
     with pytest.raises(SystemExit) as end:
         run.program(module.main)
     errors = capsys.readouterr().err
+    if bars:
+        assert "Traceback" not in errors
+        errors = re.split("[\r\n]", errors)[-2] + "\n"
     assert end.value.code == 2 and re.fullmatch(r"error: [^\n]+\n", errors), errors
     return errors
 
@@ -3123,6 +3128,59 @@ def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
     assert whole == part and len(whole) == 4 and sum(row["grad_norm"] > 0 for row in whole) >= 3
     assert lines("runs/whole/episodes.jsonl") == lines("runs/part/episodes.jsonl")
     assert weights_of("runs/whole") == weights_of("runs/part") != weights_of(school_run) and not Path("runs/part.partial").exists()
+
+
+def no_memory(where):
+    """What torch raises: a GPU's error, or a CPU's own."""
+    if where != "update":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of 79 GiB")
+    torch.empty(2 ** 60)
+
+
+@pytest.mark.parametrize("where", ["rollout", "update", "optimizer"])
+def test_cli_out_of_memory(here, monkeypatch, capsys, school_run, where):
+    """One line that names the options; all steps done are kept; --resume with less need of memory gives what an
+    uninterrupted run gives. Where the weights had begun to move, the last checkpoint counts."""
+    same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4", "--beta", "0.05", "--token_budget", "700"]
+    tasks = school()[0]
+    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
+    rcgrpo.main([*same, "--out", "runs/whole"])
+    owner, name = {"rollout": (Sampler, "rollout"), "update": (grpo, "token_logprobs"), "optimizer": (torch.optim.AdamW, "step")}[where]
+    real, pick, picked, calls = getattr(owner, name), grpo.pick_tasks, [], itertools.count(1)
+
+    def failing(*args, **kwargs):
+        if len(picked) == 4 and (where != "update" or next(calls) == 4):     # in step 3; the update after some micro-batches
+            no_memory(where)
+        return real(*args, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        patch.setattr(grpo, "pick_tasks", lambda *args: picked.append(0) or pick(*args))     # once more, before the first step
+        error = stumble(patch, capsys, rcgrpo, *same, "--out", "runs/part", "--save_every", "1" if where == "optimizer" else "9", bars=True)
+    assert "out of memory in a" in error and ("--rows" if where == "rollout" else "--token_budget or add --grad_checkpoint") in error
+    assert "go on with: python rcgrpo.py --resume" in error and "runs/part.partial/" in error
+    assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and (Path("runs/part.partial") / "optimizer.safetensors").exists()
+    rcgrpo.main([*same, "--out", "runs/part", "--resume", "--grad_checkpoint"])
+    whole, part = lines("runs/whole/metrics.jsonl"), lines("runs/part/metrics.jsonl")
+    for row in whole + part:
+        assert all(row.pop(key) > 0 for key in TIMES)
+    assert whole == part and len(whole) == 4 and weights_of("runs/whole") == weights_of("runs/part")
+
+
+def test_cli_out_of_memory_elsewhere(here, monkeypatch, capsys, school_run):
+    """In evaluation, in SFT, and an error that only looks like one."""
+    monkeypatch.setattr(Sampler, "rollout", lambda *_, **__: no_memory("rollout"))
+    sft_flags = ["--model", school_run, "--schemas", "compact", "--demos", "2", "--epochs", "1", *SMALL[4:]]
+    assert "lower --rows" in stumble(monkeypatch, capsys, evaluate, school_run, "--n", "2", "--device", "cpu", bars=True)
+    assert "runs/rctp.partial/" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True) and Path("runs/rctp.partial/checkpoint").exists()
+    assert "go on with: python grpo.py --resume" in stumble(monkeypatch, capsys, grpo, "--init", school_run, *SMALL, bars=True)
+    monkeypatch.setattr(sft, "token_logprobs", lambda *_: no_memory("update"))
+    assert "--token_budget, or add --grad_checkpoint or --lora_rank 16" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True)
+    monkeypatch.setattr(sft, "token_logprobs", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        run.program(lambda: sft.main(sft_flags))
+    with pytest.raises(run.OutOfMemory) as end:
+        run.within_memory("here", no_memory, "rollout")
+    assert end.value.__context__ is None, "the frames of the first error, and the tensors in them, are gone"
 
 
 def test_cli_runs_depend_on_the_seed_alone(here, school_run):
