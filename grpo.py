@@ -20,10 +20,12 @@ Departures from the usual GRPO and points where the paper is silent:
 """
 import json
 import math
+import os
 import random
 import signal
 import time
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -139,33 +141,55 @@ def loss_weights(lengths: torch.Tensor, norm: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # one step
 
+def micro_batches(trajectories: list[Trajectory], used: list[int], group: int, budget: int) -> list[tuple[list[int], int]]:
+    """The rollouts in use as micro-batches: (indices, number of leading tokens that these rollouts share and that are computed once).
+
+    group: every `group` rollouts are of one task. A group is packed where this leaves half of its tokens or fewer, for a packed
+    row's attention takes in all other rests in vain; all other rollouts are batched by length. No micro-batch has more than
+    `budget` tokens unless a single rollout does.
+    """
+    packed, others = [], []
+    for _, members in groupby(used, lambda i: i // group):
+        members = list(members)
+        rows = [trajectories[i] for i in members]
+        shared = min(len(os.path.commonprefix([row.ids for row in rows])), *(row.mask.index(True) - 1 for row in rows))
+        parts = batches_by_length([len(row.ids) - shared for row in rows], budget - shared)
+        tokens = sum(shared + len(part) * (len(rows[part[-1]].ids) - shared) for part in parts)          # the last one is the longest
+        if shared and 2 * tokens <= sum(len(row.ids) for row in rows):
+            packed += [([members[k] for k in part], shared) for part in parts]
+        else:
+            others += members
+    return packed + [([others[k] for k in part], 0) for part in batches_by_length([len(trajectories[i].ids) for i in others], budget)]
+
+
 def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory], advantages: torch.Tensor, lr: float, o: Options) -> dict:
     """o.updates optimizer steps on one batch of N rollouts, advantages (N,); returns what is to be logged."""
     device = model.device
     weights = loss_weights(torch.tensor([t.sampled for t in trajectories]), o.norm)      # (N,): before any row is left out
     used = [i for i in range(len(trajectories)) if trajectories[i].sampled
             and not ((o.skip_flat or o.beta == 0) and advantages[i] == 0)]
-    batches = [[used[i] for i in group] for group in batches_by_length([len(trajectories[i].ids) for i in used], o.token_budget)]
+    batches = micro_batches(trajectories, used, o.group, o.token_budget)
     stats = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0,
-             "used_rollouts": len(used)}
+             "used_rollouts": len(used), "tokens_saved": 0.0}
     if not used:
         return stats                                                                     # nothing to learn from: no step
+    stats["tokens_saved"] = sum(shared * (len(group) - 1) for group, shared in batches) / sum(len(trajectories[i].ids) for i in used)
     tensors = []
-    for group in batches:
+    for group, shared in batches:
         ids = pad([trajectories[i].ids for i in group], 0, device)                       # (B, T)
         mask = pad([trajectories[i].mask for i in group], False, device)                 # (B, T)
         sampled = pad([trajectories[i].logprobs for i in group], 0.0, device)            # (B, T)
         with torch.no_grad():
-            old = token_logprobs(model, ids, mask, o.temperature) if o.updates > 1 else None
+            old = token_logprobs(model, ids, mask, o.temperature, shared) if o.updates > 1 else None
             ref = None
             if o.beta > 0:
                 with base_weights(reference):
-                    ref = token_logprobs(reference, ids, mask, o.temperature)
-        tensors.append((group, ids, mask, sampled, ref, old))
+                    ref = token_logprobs(reference, ids, mask, o.temperature, shared)
+        tensors.append((group, shared, ids, mask, sampled, ref, old))
     for round_ in range(o.updates):
         totals = {"kl": 0.0, "clipped": 0, "tokens": 0}
-        for group, ids, mask, sampled, ref, old in tensors:
-            logp = token_logprobs(model, ids, mask, o.temperature)
+        for group, shared, ids, mask, sampled, ref, old in tensors:
+            logp = token_logprobs(model, ids, mask, o.temperature, shared)
             loss, part = clipped_loss(logp, logp.detach() if old is None else old, ref, advantages[group].to(device), mask,
                                       o.clip, o.beta, weights[group].to(device))
             loss.backward()

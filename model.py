@@ -213,19 +213,38 @@ def _score(model, hidden, targets, temperature):
     return F.log_softmax(policy_logits(model, hidden, temperature), dim=-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def _packed(model, ids, shared):
+    """Hidden states (L, d) of one row: the shared tokens, then what each row of ids (B, T) adds; L = shared + B (T - shared).
+
+    A token sees the shared ones and what is earlier in its own part; its position is the one that it has in its own row.
+    """
+    rows, width = ids.shape
+    packed = torch.cat([ids[0, :shared], ids[:, shared:].flatten()])               # (L,)
+    place = torch.arange(len(packed), device=ids.device) - shared                  # (L,), negative: shared
+    part = place.div(width - shared, rounding_mode="floor").clamp(min=-1)          # (L,), -1 or the row
+    position = torch.where(part < 0, place, place % (width - shared)) + shared
+    sees = ((part < 0) | (part == part[:, None])) & (position <= position[:, None])               # (L, L), queries first
+    return model.base_model(input_ids=packed[None], position_ids=position[None], attention_mask=sees[None, None],
+                            use_cache=False).last_hidden_state[0]
+
+
+def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, shared: int = 0) -> torch.Tensor:
     """Log-probs of the masked tokens given everything before them.
 
     ids: (B, T) int, padded on the right with anything; mask: (B, T) bool, True on sampled tokens (never at position 0).
+    shared: so many leading tokens are the same in all rows and computed once; each row has one more of its own before it samples.
     Returns (B, T) fp32, 0 where mask is False.
     """
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state    # (B, T, d)
     row, position = mask.nonzero(as_tuple=True)                                    # (N,), (N,)
-    before, targets = hidden[row, position - 1], ids[row, position]                # the state at t-1 scores token t
+    if shared:
+        before = _packed(model, ids, shared)[row * (ids.shape[1] - shared) + position - 1]        # (N, d)
+    else:
+        before = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, position - 1]
+    targets = ids[row, position]                                                   # the state at t-1 scores token t
     scores = [checkpoint(_score, model, before[i:i + HEAD_CHUNK], targets[i:i + HEAD_CHUNK], temperature, use_reentrant=False)
               for i in range(0, len(row), HEAD_CHUNK)]
-    values = torch.cat(scores) if scores else hidden.sum() * 0.0 + hidden.new_zeros(0, dtype=torch.float32)
-    return hidden.new_zeros(mask.shape, dtype=torch.float32).index_put((row, position), values)
+    values = torch.cat(scores) if scores else before.sum() * 0.0 + before.new_zeros(0, dtype=torch.float32)
+    return before.new_zeros(mask.shape, dtype=torch.float32).index_put((row, position), values)
 
 
 def batches_by_length(lengths: list[int], budget: int) -> list[list[int]]:

@@ -1770,6 +1770,29 @@ def test_model_token_logprobs_of_nothing():
     assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora, grad_checkpoint"])
+def test_model_token_logprobs_with_a_shared_prompt(with_lora):
+    """Computed once, what all rows share changes neither values nor gradients."""
+    model, _ = tiny()
+    if with_lora:
+        policy.recompute_layers(adapted(model))
+    ids, mask, *_ = ragged(model, (30, 24, 30, 27))
+    ids[:, :17] = ids[0, :17]
+    mask[:, :18] = False
+    mask[:, 18] = True                                   # the first token that can be sampled: one of the row's own goes before it
+    fed, found = [], []
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    for shared in (0, 17, 5):
+        model.zero_grad()
+        values = policy.token_logprobs(model, ids, mask, 0.8, shared)
+        (values * torch.linspace(1, 2, 30) * torch.arange(1, 5)[:, None]).sum().backward()
+        found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])))
+    assert fed == [120, 17 + 4 * 13, 5 + 4 * 25]
+    for values, gradients in found[1:]:
+        assert torch.allclose(values, found[0][0], atol=1e-5) and (gradients - found[0][1]).norm() < 1e-5 * gradients.norm()
+    assert (found[0][0][mask] != 0).all()
+
+
 def test_model_log_softmax_is_fp32():
     """In bf16 the log-softmax is off by up to 0.05 nats, noise against a clip of 0.2 (tf#31267)."""
     model, tokenizer = tiny()
@@ -2514,6 +2537,56 @@ def test_grpo_micro_batches_do_not_change_the_gradient(norm):
     assert found[0][1]["kl"] > 0.1 and found[0][1]["grad_norm"] > 0.01
 
 
+def test_grpo_micro_batches():
+    """Every rollout once, within the budget; a group is packed where that halves its tokens, and only as far as it is one prompt."""
+    rng = random.Random(0)
+    for _ in range(200):
+        group, budget, rollouts = rng.randint(1, 6), rng.randint(1, 300), []
+        for _ in range(4):
+            prompt = [rng.randint(0, 9) for _ in range(rng.choice([1, 5, 60]))]
+            for _ in range(group):
+                answer = [rng.randint(0, 1)] + [rng.randint(0, 9) for _ in range(rng.randint(1, 20))]
+                rollouts.append(sampling.Trajectory(None, prompt + answer, [False] * (len(prompt) + 1) + [True] * (len(answer) - 1), []))
+        used = sorted(rng.sample(range(4 * group), rng.randint(0, 4 * group)))
+        found = grpo.micro_batches(rollouts, used, group, budget)
+        assert sorted(i for batch, _ in found for i in batch) == used
+        for batch, shared in found:
+            longest = max(len(rollouts[i].ids) for i in batch)
+            assert len(batch) == 1 or shared + len(batch) * (longest - shared) <= budget
+            if shared:
+                assert len({(i // group, *rollouts[i].ids[:shared]) for i in batch}) == 1
+                assert not any(any(rollouts[i].mask[:shared + 1]) for i in batch)
+        for g in {i // group for batch, shared in found for i in batch if shared}:
+            mine = [(batch, shared) for batch, shared in found if batch[0] // group == g and shared]
+            tokens_ = sum(shared + len(batch) * (max(len(rollouts[i].ids) for i in batch) - shared) for batch, shared in mine)
+            assert 2 * tokens_ <= sum(len(rollouts[i].ids) for batch, _ in mine for i in batch)
+    rows = [sampling.Trajectory(None, [1] * 100 + [i] + [5] * 9, [False] * 101 + [True] * 9, []) for i in range(4)]
+    assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 140) == [([0, 1, 2, 3], 100)]
+    assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 120) == [([i], 0) for i in range(4)], "240 of 440 tokens are more than half"
+
+
+def test_grpo_shared_prompts_are_computed_once(monkeypatch):
+    """With a long prompt the group is packed: the same loss, metrics and gradient from a fraction of the tokens."""
+    tasks, model, tokenizer = school()
+    long = [7 + i % 40 for i in range(500)]
+    trajectories = []
+    for t in rollout(model, tokenizer, [task for task in tasks[:4] for _ in range(4)]):
+        trajectories.append(sampling.Trajectory(t.episode, long + t.ids, [False] * 500 + t.mask, [0.0] * 500 + t.logprobs))
+    advantages = torch.linspace(-1.5, 2, 16)
+    advantages[:3] = 0.0                                 # one group has a single rollout in use: nothing to share
+    fed, found, reference = [], [], tiny()[0]
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    for group in (4, 1):
+        keeper = Gradients(model)
+        stats = grpo.update(model, reference, keeper, trajectories, advantages, 1e-3,
+                            grpo_options(group=group, beta=0.1, updates=2, skip_flat=True, token_budget=3000))
+        found.append((keeper.gradient, stats, sum(fed)))
+        fed.clear()
+    (packed, a, few), (plain, b, many) = found
+    assert (packed - plain).norm() < 1e-4 * plain.norm() and few < 0.55 * many and b.pop("tokens_saved") == 0 < 0.5 < a.pop("tokens_saved") < 1
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-5) and a["used_rollouts"] == 13 and a["kl"] > 0.1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_grpo_ratio_is_one_before_the_first_update(temperature):
     """Same temperature, same ban, no dropout in sampler and trainer: the loss is then minus the mean advantage, nothing is
@@ -2871,7 +2944,7 @@ def test_sft_teaches():
 SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24", "--max_messages", "4",
          "--tools", "4", "--calls", "1", "--device", "cpu"]
 METRICS = {"step", "reward", "zero_variance", "advantage_gap", "entropy", "calls_per_turn", "truncated", "sampled_tokens", "loss", "kl",
-           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "lr", "sample_seconds", "update_seconds", "tok_s"}
+           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "tokens_saved", "lr", "sample_seconds", "update_seconds", "tok_s"}
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
 TIMES = ("sample_seconds", "update_seconds", "tok_s")
 
