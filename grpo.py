@@ -17,6 +17,8 @@ Departures from the usual GRPO and points where the paper is silent:
   4. Truncated episodes get reward 0. Groups whose rewards are all equal have exactly zero advantage (tested as max == min,
      not by dividing rounding noise by eps_stab); with beta > 0 they still pull towards the reference, unless --skip_flat.
   5. Everything random is a function of (seed, step): nothing but weights, moments and the step number is needed to resume.
+  6. What the rollouts of a group have in common, all up to the reward token, is computed once where that halves the tokens of the
+     update (`micro_batches`). It changes no gradient.
 """
 import json
 import math
@@ -313,6 +315,7 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
     if state:
         optimizer.load_tensors(state)
+        state = None                                                                     # as large as the optimizer itself
     for name in ("metrics.jsonl", "episodes.jsonl"):                                     # what came after the last save is done again
         run.write(name, "".join(json.dumps(row) + "\n" for row in run.rows(name) if row["step"] <= start))
     resume = f"then go on with: {command} --resume and otherwise the same options; what is done is in {run.folder}/"

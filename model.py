@@ -11,8 +11,8 @@ own reference included, and 16 per weight of the adapters.
   function that both the sampler and the trainer call).
 - Log-softmax is fp32 whatever the weights are; the head runs on sampled positions only, in chunks that the backward pass
   recomputes: full logits of a 6k-token episode over 152k tokens would be 3.6 GB.
-- Padding is on the right and rows are causal, so no attention mask is needed: real tokens never see the padding. No pad id
-  exists anywhere; masks come from lengths.
+- Padding is on the right and rows are causal, so no attention mask is needed (but for packed rows): real tokens never see the
+  padding. No pad id exists anywhere; masks come from lengths.
 - Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
 """
 import copy

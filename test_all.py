@@ -1878,7 +1878,7 @@ def test_model_optimizer_resumes_exactly(dtype):
 def test_model_optimizer_step_is_adamw_in_parts(monkeypatch):
     """Bit for bit what clip_grad_norm_ and one AdamW step over everything give, in whatever parts."""
     ids, mask, *_ = ragged(tiny()[0])
-    models, norms = [tiny()[0] for _ in range(3)], []
+    models = [tiny()[0] for _ in range(3)]
     plain = torch.optim.AdamW(models[0].parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     ours = []
     for model, chunk in zip(models[1:], (10**9, 2000)):
