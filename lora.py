@@ -79,13 +79,14 @@ def base_weights(model):
 def merged_state(model) -> dict[str, torch.Tensor]:
     """The state dict of the plain model that computes the same: W + scale * B A, in fp32 and rounded once, reward rows in their table.
 
-    The merged matrices are new ones in main memory; the live weights are not touched. Without adapters: the state dict as it is.
+    The merged matrices are made in main memory, so that a GPU that is full can still be saved from; the live weights are not
+    touched. Without adapters: the state dict as it is.
     """
     state = {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[-1] not in ("lora_A", "lora_B", "reward_rows")}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
-            merged = module.weight.float() + module.lora_scale * (module.lora_B.float() @ module.lora_A.float())
-            state[f"{name}.weight"] = merged.to(module.weight.dtype).cpu()
+            weight, a, b = (p.detach().cpu().float() for p in (module.weight, module.lora_A, module.lora_B))
+            state[f"{name}.weight"] = (weight + module.lora_scale * b @ a).to(module.weight.dtype)
         elif hasattr(module, "reward_rows"):
             table = module.weight.to("cpu", copy=True)
             table[module.reward_ids] = module.reward_rows.to("cpu")
