@@ -3220,9 +3220,10 @@ def test_cli_out_of_memory(here, monkeypatch, capsys, school_run, where):
     rcgrpo.main([*same, "--out", "runs/whole"])
     owner, name = {"rollout": (Sampler, "rollout"), "update": (grpo, "token_logprobs"), "optimizer": (torch.optim.AdamW, "step")}[where]
     real, pick, picked, calls = getattr(owner, name), grpo.pick_tasks, [], itertools.count(1)
+    monkeypatch.setattr(policy, "STEP_CHUNK", 2000)
 
     def failing(*args, **kwargs):
-        if len(picked) == 4 and (where != "update" or next(calls) == 4):     # in step 3; the update after some micro-batches
+        if len(picked) == 4 and next(calls) == {"rollout": 1, "update": 4, "optimizer": 2}[where]:       # in step 3, half-way
             no_memory(where)
         return real(*args, **kwargs)
     with monkeypatch.context() as patch:
