@@ -308,8 +308,7 @@ def main(argv=None):
     except ValueError as error:
         raise UserError(f"{o.model}: {error}")
     check_prompts(sampler, held_out)                                     # fails before anything is written
-    in_rollout = "in a rollout: lower --rows or --max_message"
-    examples = within_memory(in_rollout, stage1_data, o, sampler.renderer, tasks, sampler)
+    examples = stage1_data(o, sampler.renderer, tasks, sampler)
     limit = o.max_length or model.config.max_position_embeddings
     kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
     if len(kept) < len(examples):
@@ -330,7 +329,8 @@ def main(argv=None):
         raise SystemExit(130)
     save_policy(model, tokenizer, run.folder / "checkpoint")
     if held_out:
-        rows = within_memory(f"{in_rollout}; what was learned is in {run.folder}/", play, sampler, held_out, tuple(GOALS), seed=o.seed)
+        rows = within_memory(f"in a rollout: lower --rows or --max_message; what was learned is in {run.folder}/",
+                             play, sampler, held_out, tuple(GOALS), seed=o.seed)
         run.append("episodes.jsonl", *map(record, rows))
         print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
         print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
