@@ -2545,8 +2545,8 @@ def test_grpo_micro_batches():
         for _ in range(4):
             prompt = [rng.randint(0, 9) for _ in range(rng.choice([1, 5, 60]))]
             for _ in range(group):
-                answer = [rng.randint(0, 1)] + [rng.randint(0, 9) for _ in range(rng.randint(1, 20))]
-                rollouts.append(sampling.Trajectory(None, prompt + answer, [False] * (len(prompt) + 1) + [True] * (len(answer) - 1), []))
+                answer = [rng.randint(0, 1), 3, 3] + [rng.randint(0, 9) for _ in range(rng.randint(1, 20))]
+                rollouts.append(sampling.Trajectory(None, prompt + answer, [False] * (len(prompt) + 3) + [True] * (len(answer) - 3), []))
         used = sorted(rng.sample(range(4 * group), rng.randint(0, 4 * group)))
         found = grpo.micro_batches(rollouts, used, group, budget)
         assert sorted(i for batch, _ in found for i in batch) == used
@@ -2560,8 +2560,8 @@ def test_grpo_micro_batches():
             mine = [(batch, shared) for batch, shared in found if batch[0] // group == g and shared]
             tokens_ = sum(shared + len(batch) * (max(len(rollouts[i].ids) for i in batch) - shared) for batch, shared in mine)
             assert 2 * tokens_ <= sum(len(rollouts[i].ids) for batch, _ in mine for i in batch)
-    rows = [sampling.Trajectory(None, [1] * 100 + [i] + [5] * 9, [False] * 101 + [True] * 9, []) for i in range(4)]
-    assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 140) == [([0, 1, 2, 3], 100)]
+    rows = [sampling.Trajectory(None, [1 + i // 4] * 100 + [5 + i] + [5] * 9, [False] * 101 + [True] * 9, []) for i in range(8)]
+    assert grpo.micro_batches(rows, list(range(8)), 4, 140) == [([0, 1, 2, 3], 100), ([4, 5, 6, 7], 100)]
     assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 120) == [([i], 0) for i in range(4)], "240 of 440 tokens are more than half"
 
 
