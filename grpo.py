@@ -17,13 +17,17 @@ Departures from the usual GRPO and points where the paper is silent:
   4. Truncated episodes get reward 0. Groups whose rewards are all equal have exactly zero advantage (tested as max == min,
      not by dividing rounding noise by eps_stab); with beta > 0 they still pull towards the reference, unless --skip_flat.
   5. Everything random is a function of (seed, step): nothing but weights, moments and the step number is needed to resume.
+  6. What the rollouts of a group have in common, all up to the reward token, is computed once where that halves the tokens of the
+     update (`micro_batches`). It changes no gradient.
 """
 import json
 import math
+import os
 import random
 import signal
 import time
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -31,9 +35,11 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, outcome, play, rate, table
-from model import Optimizer, batches_by_length, frozen_copy, load_policy, pad, save_policy, token_logprobs
+from lora import base_weights
+from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
-from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from run import (OutOfMemory, Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require,
+                 within_memory)
 from sampler import Sampler, Trajectory
 
 RATIO_BOUND = 20.0         # log-ratios are cut here before exp: far outside any clip range
@@ -42,7 +48,7 @@ NAMES = {goal: name for name, goal in GOALS.items()}
 
 
 @dataclass
-class Options(TaskOptions):
+class Options(MemoryOptions, TaskOptions):
     """The paper's values (second-hand, sources disagree: G 4 or 5, beta 0.05 or 0.1, lr 1e-5 or 1e-6) for pretrained models."""
     init: str = option("runs/sft", "where to start: run folder, checkpoint folder or hub name; it is the frozen reference too")
     out: str = option("runs/grpo", "run folder")
@@ -73,6 +79,7 @@ class Options(TaskOptions):
 
     def check(self):
         self.check_tasks()
+        self.check_memory()
         require(self.group >= 2, f"--group must be at least 2: a group of {self.group} has no variance and teaches nothing")
         require(self.steps >= 1 and self.tasks >= 1 and self.updates >= 1, "--steps, --tasks and --updates must be at least 1")
         require(self.lr > 0 and self.beta >= 0 and 0 < self.clip and self.eps_stab >= 0, "--lr and --clip must be positive, --beta and --eps_stab not negative")
@@ -136,30 +143,55 @@ def loss_weights(lengths: torch.Tensor, norm: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # one step
 
+def micro_batches(trajectories: list[Trajectory], used: list[int], group: int, budget: int) -> list[tuple[list[int], int]]:
+    """The rollouts in use as micro-batches: (indices, number of leading tokens that these rollouts share and that are computed once).
+
+    group: every `group` rollouts are of one task. A group is packed where this leaves half of its tokens or fewer, for a packed
+    row's attention takes in all other rests in vain; all other rollouts are batched by length. No micro-batch has more than
+    `budget` tokens unless a single rollout does.
+    """
+    packed, others = [], []
+    for _, members in groupby(used, lambda i: i // group):
+        members = list(members)
+        rows = [trajectories[i] for i in members]
+        shared = min(len(os.path.commonprefix([row.ids for row in rows])), *(row.mask.index(True) - 1 for row in rows))
+        parts = batches_by_length([len(row.ids) - shared for row in rows], budget - shared)
+        tokens = sum(shared + len(part) * (len(rows[part[-1]].ids) - shared) for part in parts)          # the last one is the longest
+        if shared and 2 * tokens <= sum(len(row.ids) for row in rows):
+            packed += [([members[k] for k in part], shared) for part in parts]
+        else:
+            others += members
+    return packed + [([others[k] for k in part], 0) for part in batches_by_length([len(trajectories[i].ids) for i in others], budget)]
+
+
 def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory], advantages: torch.Tensor, lr: float, o: Options) -> dict:
     """o.updates optimizer steps on one batch of N rollouts, advantages (N,); returns what is to be logged."""
     device = model.device
     weights = loss_weights(torch.tensor([t.sampled for t in trajectories]), o.norm)      # (N,): before any row is left out
     used = [i for i in range(len(trajectories)) if trajectories[i].sampled
             and not ((o.skip_flat or o.beta == 0) and advantages[i] == 0)]
-    batches = [[used[i] for i in group] for group in batches_by_length([len(trajectories[i].ids) for i in used], o.token_budget)]
+    batches = micro_batches(trajectories, used, o.group, o.token_budget)
     stats = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0,
-             "used_rollouts": len(used)}
+             "used_rollouts": len(used), "tokens_saved": 0.0}
     if not used:
         return stats                                                                     # nothing to learn from: no step
+    stats["tokens_saved"] = sum(shared * (len(group) - 1) for group, shared in batches) / sum(len(trajectories[i].ids) for i in used)
     tensors = []
-    for group in batches:
+    for group, shared in batches:
         ids = pad([trajectories[i].ids for i in group], 0, device)                       # (B, T)
         mask = pad([trajectories[i].mask for i in group], False, device)                 # (B, T)
         sampled = pad([trajectories[i].logprobs for i in group], 0.0, device)            # (B, T)
         with torch.no_grad():
-            ref = token_logprobs(reference, ids, mask, o.temperature) if o.beta > 0 else None
-            old = token_logprobs(model, ids, mask, o.temperature) if o.updates > 1 else None
-        tensors.append((group, ids, mask, sampled, ref, old))
+            old = token_logprobs(model, ids, mask, o.temperature, shared) if o.updates > 1 else None
+            ref = None
+            if o.beta > 0:
+                with base_weights(reference):
+                    ref = token_logprobs(reference, ids, mask, o.temperature, shared)
+        tensors.append((group, shared, ids, mask, sampled, ref, old))
     for round_ in range(o.updates):
         totals = {"kl": 0.0, "clipped": 0, "tokens": 0}
-        for group, ids, mask, sampled, ref, old in tensors:
-            logp = token_logprobs(model, ids, mask, o.temperature)
+        for group, shared, ids, mask, sampled, ref, old in tensors:
+            logp = token_logprobs(model, ids, mask, o.temperature, shared)
             loss, part = clipped_loss(logp, logp.detach() if old is None else old, ref, advantages[group].to(device), mask,
                                       o.clip, o.beta, weights[group].to(device))
             loss.backward()
@@ -222,12 +254,12 @@ def pick_tasks(o: Options, pool: list | None, step: int) -> list:
 
 
 def save_state(run: Run, model, tokenizer, optimizer: Optimizer, step: int):
-    """What a resumed run needs: the policy, and one file with masters, moments and the number of steps done.
+    """The policy so far, and what a resumed run goes on from beside o.init: one file with masters, moments and the steps done.
 
-    That file is replaced as a whole and has the weights too (the masters), so a crash between the two writes does no harm.
+    That file has all trained weights (the masters) and is replaced as a whole, so a crash between the two writes does no harm.
     """
     save_policy(model, tokenizer, run.folder / "checkpoint")
-    state = {name: tensor.contiguous().clone() for name, tensor in optimizer.tensors().items()} | {"steps_done": torch.tensor(step)}
+    state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in optimizer.tensors().items()} | {"steps_done": torch.tensor(step)}
     save_file(state, run.folder / "optimizer.tmp")
     (run.folder / "optimizer.tmp").replace(run.folder / "optimizer.safetensors")
 
@@ -263,7 +295,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     device = o.torch_device()
     source = checkpoint_of(o.init, "python sft.py" + (" --plain" if "sft" in o.init else ""))
     model, tokenizer = load_policy(source, device)
-    reference = frozen_copy(model) if o.beta > 0 else None
+    o.prepare(model, o.seed)
+    reference = reference_policy(model) if o.beta > 0 else None
     try:
         sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     except ValueError as error:
@@ -279,15 +312,15 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     if (run.folder / "optimizer.safetensors").exists():
         state = load_file(run.folder / "optimizer.safetensors")
         start = int(state["steps_done"])
-        model, tokenizer = load_policy(str(run.folder / "checkpoint"), device)
-        sampler.model = model
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
     if state:
         optimizer.load_tensors(state)
+        state = None                                                                     # as large as the optimizer itself
     for name in ("metrics.jsonl", "episodes.jsonl"):                                     # what came after the last save is done again
         run.write(name, "".join(json.dumps(row) + "\n" for row in run.rows(name) if row["step"] <= start))
-    before = play(Sampler(reference or model, tokenizer, o.rows, o.max_message, o.max_messages), held_out, goals,
-                  seed=o.seed, title="success before") if held_out and not start else []
+    resume = f"then go on with: {command} --resume and otherwise the same options; what is done is in {run.folder}/"
+    in_rollout, in_update = f"in a rollout: lower --rows or --max_message, {resume}", f"in an update: lower --token_budget or add --grad_checkpoint, {resume}"
+    before = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success before") if held_out and not start else []
     if before:
         run.write("before.json", json.dumps([outcome(row) for row in before]))
 
@@ -301,14 +334,21 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
         episodes = [task.episode() for task in tasks for _ in range(o.group)]            # AAABBB
         flat = [label for row in labels for label in row]                                # one a rollout
         prompts = [sampler.renderer.prompt(episode.messages, episode.tools, label) for episode, label in zip(episodes, flat)]
-        trajectories = sampler.rollout(episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
-        outcomes = [trajectory_reward(episode) for episode in episodes]
-        rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
-        advantages = group_advantages(rewards, o.eps_stab)                               # (P, G)
-        sampled_at = time.time()
-        lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
-        row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
-               **update(model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+        begun = optimizer.begun
+        try:
+            trajectories = within_memory(in_rollout, sampler.rollout, episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
+            outcomes = [trajectory_reward(episode) for episode in episodes]
+            rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
+            advantages = group_advantages(rewards, o.eps_stab)                           # (P, G)
+            sampled_at = time.time()
+            lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
+            row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
+                   **within_memory(in_update, update, model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+        except OutOfMemory:
+            bar.close()
+            if optimizer.begun == begun:                                                 # else a part of the weights may have moved
+                save_state(run, model, tokenizer, optimizer, step)
+            raise
         row |= {"sample_seconds": sampled_at - clock, "update_seconds": time.time() - sampled_at,
                 "tok_s": sum(len(t.ids) for t in trajectories) / (time.time() - clock)}
         run.append("metrics.jsonl", row)
@@ -329,7 +369,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
 
     metrics = run.rows("metrics.jsonl")
     figure(metrics, run.folder / "figure.png")
-    report(o, run, metrics, play(sampler, held_out, goals, seed=o.seed, title="success after") if held_out else [], len(held_out))
+    report(o, run, metrics, within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success after")
+           if held_out else [], len(held_out))
     run.finish()
     print(f"{time.time() - began:.0f} s; wrote {o.out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
 

@@ -3,28 +3,37 @@
 Load (built-in tiny model, hub name, folder, GGUF file), add the rows of <|high_reward|> and <|low_reward|>, score sampled
 tokens, optimise with fp32 masters, save as a plain Hugging Face folder.
 
+Bytes of GPU memory per weight in bf16, besides activations and the sampler's cache. All weights trained: weights 2 + frozen
+reference 2 (RL with beta > 0) + gradients 2 + fp32 masters 4 + moments 8 = 18. With LoRA (lora.py): 2 per frozen weight, its
+own reference included, and 16 per weight of the adapters.
+
 - The reward tokens are prompt only: their logits are -inf wherever this program samples or scores (`policy_logits`, the one
   function that both the sampler and the trainer call).
 - Log-softmax is fp32 whatever the weights are; the head runs on sampled positions only, in chunks that the backward pass
   recomputes: full logits of a 6k-token episode over 152k tokens would be 3.6 GB.
-- Padding is on the right and rows are causal, so no attention mask is needed: real tokens never see the padding. No pad id
-  exists anywhere; masks come from lengths.
+- Padding is on the right and rows are causal, so no attention mask is needed (but for packed rows): real tokens never see the
+  padding. No pad id exists anywhere; masks come from lengths.
 - Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
 """
 import copy
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from run import UserError
+from lora import add_adapters, merged_state
+from run import UserError, option, require
 from tokens import HIGH, LOW
 
 HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
+STEP_CHUNK = 2 ** 27       # weights whose fp32 gradients exist at one time
 
 # ---------------------------------------------------------------------------------------------------------------------
 # making and loading
@@ -126,11 +135,14 @@ def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: to
 
 
 def save_policy(model, tokenizer, folder: str | Path):
-    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name, renamed."""
+    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name, renamed.
+
+    Adapters are merged into the weights that are written; the model itself stays as it is.
+    """
     folder = Path(folder)
     temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=merged_state(model))
     tokenizer.save_pretrained(temporary)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -139,9 +151,49 @@ def save_policy(model, tokenizer, folder: str | Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
+@dataclass
+class MemoryOptions:
+    """What is trained and what is kept in memory: shared by the programs that train."""
+    lora_rank: int = option(0, "rank of LoRA adapters beside frozen weights; 0: train all weights")
+    lora_alpha: float = option(32.0, "weight of the adapters: W x + alpha / rank * B A x")
+    lora_targets: str = option("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "linear layers with adapters, comma-separated")
+    grad_checkpoint: bool = option(False, "compute the layers' activations again in the backward pass: much less memory, a third more time")
+
+    def check_memory(self):
+        require(self.lora_rank >= 0 and self.lora_alpha > 0, "--lora_rank must not be negative, --lora_alpha must be positive")
+
+    def prepare(self, model, seed: int):
+        """Make a freshly loaded policy what these options say, in place."""
+        if self.lora_rank:
+            add_adapters(model, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
+        if self.grad_checkpoint:
+            recompute_layers(model)
+
+
+def _recomputed(layer, *args, **kwargs):
+    """Forward of a decoder layer of which only the input is kept; the backward pass runs it again."""
+    forward = type(layer).forward
+    if not torch.is_grad_enabled():
+        return forward(layer, *args, **kwargs)
+    return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def recompute_layers(model):
+    """Gradient checkpointing. (transformers' own is for train mode, drops the cache there, and would need dropout to be off.)"""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    require(len(layers) > 0, "--grad_checkpoint: this model's layers cannot be found; choose another model")
+    for layer in layers:
+        layer.forward = MethodType(_recomputed, layer)                   # a method, so that a deep copy calls its own layers
+
+
 def frozen_copy(model):
-    """A reference policy: the same weights, no gradients."""
+    """The same weights, no gradients."""
     return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def reference_policy(model):
+    """The policy that the KL term pulls to, to be used inside lora.base_weights: the model itself if it has adapters, else a copy."""
+    return model if hasattr(model.get_input_embeddings(), "reward_rows") else frozen_copy(model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,19 +213,38 @@ def _score(model, hidden, targets, temperature):
     return F.log_softmax(policy_logits(model, hidden, temperature), dim=-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def _packed(model, ids, shared):
+    """Hidden states (L, d) of one row: the shared tokens, then what each row of ids (B, T) adds; L = shared + B (T - shared).
+
+    A token sees the shared ones and what is earlier in its own part; its position is the one that it has in its own row.
+    """
+    rows, width = ids.shape
+    packed = torch.cat([ids[0, :shared], ids[:, shared:].flatten()])               # (L,)
+    place = torch.arange(len(packed), device=ids.device) - shared                  # (L,), negative: shared
+    part = place.div(width - shared, rounding_mode="floor").clamp(min=-1)          # (L,), -1 or the row
+    position = torch.where(part < 0, place, place % (width - shared)) + shared
+    sees = ((part < 0) | (part == part[:, None])) & (position <= position[:, None])               # (L, L), queries first
+    return model.base_model(input_ids=packed[None], position_ids=position[None], attention_mask=sees[None, None],
+                            use_cache=False).last_hidden_state[0]
+
+
+def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, shared: int = 0) -> torch.Tensor:
     """Log-probs of the masked tokens given everything before them.
 
     ids: (B, T) int, padded on the right with anything; mask: (B, T) bool, True on sampled tokens (never at position 0).
+    shared: so many leading tokens are the same in all rows and computed once; each row has one more of its own before it samples.
     Returns (B, T) fp32, 0 where mask is False.
     """
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state    # (B, T, d)
     row, position = mask.nonzero(as_tuple=True)                                    # (N,), (N,)
-    before, targets = hidden[row, position - 1], ids[row, position]                # the state at t-1 scores token t
+    if shared:
+        before = _packed(model, ids, shared)[row * (ids.shape[1] - shared) + position - 1]        # (N, d)
+    else:
+        before = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, position - 1]
+    targets = ids[row, position]                                                   # the state at t-1 scores token t
     scores = [checkpoint(_score, model, before[i:i + HEAD_CHUNK], targets[i:i + HEAD_CHUNK], temperature, use_reentrant=False)
               for i in range(0, len(row), HEAD_CHUNK)]
-    values = torch.cat(scores) if scores else hidden.sum() * 0.0 + hidden.new_zeros(0, dtype=torch.float32)
-    return hidden.new_zeros(mask.shape, dtype=torch.float32).index_put((row, position), values)
+    values = torch.cat(scores) if scores else before.sum() * 0.0 + before.new_zeros(0, dtype=torch.float32)
+    return before.new_zeros(mask.shape, dtype=torch.float32).index_put((row, position), values)
 
 
 def batches_by_length(lengths: list[int], budget: int) -> list[list[int]]:
@@ -201,28 +272,39 @@ class Optimizer:
 
     In pure bf16 an update of 1e-5 leaves a weight of 0.02 where it was; so the masters take the step and the model gets a
     rounded copy. In fp32 the model's own weights are the masters. row_speed: learning rate of the reward tokens' rows, as a
-    multiple of that of everything else.
+    multiple of that of everything else. Parameters without requires_grad have no part in it.
     """
 
     def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0, row_speed: float = 1.0):
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self.params]
         self.adamw = torch.optim.AdamW(self.masters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
-        embedding = model.get_input_embeddings().weight
-        self.table = next(master for param, master in zip(self.params, self.masters) if param is embedding)      # (V, d)
-        self.rows, self.row_speed = getattr(model.config, "reward_token_ids", []), row_speed
+        self.parts = batches_by_length([p.numel() for p in self.params], STEP_CHUNK)
+        self.begun = 0                                                   # steps, this one included
+        embedding = model.get_input_embeddings()
+        table = getattr(embedding, "reward_rows", embedding.weight)      # (2, d) with adapters, else (V, d)
+        self.table = next(master for param, master in zip(self.params, self.masters) if param is table)
+        ids = getattr(model.config, "reward_token_ids", [])
+        self.rows, self.row_speed = ids if table is embedding.weight else list(range(len(ids))), row_speed
 
     def step(self, lr: float, max_norm: float) -> float:
         """One update at learning rate lr, gradient clipped to max_norm; returns the norm before clipping."""
-        for param, master in zip(self.params, self.masters):
-            if master is not param and param.grad is not None:
-                master.grad, param.grad = param.grad.float(), None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
+        grads = [param.grad for param in self.params]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32)
+                                                     for grad in grads if grad is not None]))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         before = self.table.detach()[self.rows]                          # a copy
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        self.begun += 1
+        for param in self.params:
+            param.grad = None
+        for part in self.parts:                                          # AdamW leaves out what has no gradient
+            for i in part:
+                if grads[i] is not None:
+                    self.masters[i].grad, grads[i] = grads[i].float().mul_(scale), None
+            self.adamw.step()
+            self.adamw.zero_grad(set_to_none=True)
         with torch.no_grad():
             if self.row_speed != 1:                                      # AdamW's step is linear in its rate
                 self.table[self.rows] = before + self.row_speed * (self.table[self.rows] - before)
@@ -240,7 +322,10 @@ class Optimizer:
         return state
 
     def load_tensors(self, state: dict[str, torch.Tensor]):
-        """The inverse of tensors(); the model gets its weights from the masters."""
+        """The inverse of tensors(); the model gets its weights from the masters. Raises UserError if they are those of other weights."""
+        shapes = [state[f"master.{i}"].shape for i in range(len(state)) if f"master.{i}" in state]
+        require(shapes == [master.shape for master in self.masters],
+                "the interrupted run trained other weights: --resume needs its --init, --lora_rank and --lora_targets")
         with torch.no_grad():
             for i, master in enumerate(self.masters):
                 master.copy_(state[f"master.{i}"])

@@ -4,7 +4,7 @@
   where it differs, the one for the built-in model. Flags are made from the fields.
 - A finished run is a folder: config.json, metrics.jsonl (one object a step), episodes.jsonl, figure.png and checkpoint/ (a
   plain Hugging Face folder). While it runs it is `<name>.partial`; it takes its name when it is complete.
-- A mistake of the user's is a UserError: one line on stderr that says what to do, exit status 2.
+- A mistake of the user's is a UserError: one line on stderr that says what to do, exit status 2. So is a lack of memory.
 """
 import argparse
 import dataclasses
@@ -16,6 +16,7 @@ import sys
 import typing
 from pathlib import Path
 
+import torch
 import transformers
 
 
@@ -73,12 +74,26 @@ def require(condition: bool, message: str):
         raise UserError(message)
 
 
+class OutOfMemory(UserError):
+    """Memory ran out; the text names options that need less."""
+
+
+def within_memory(advice: str, function, *args, **kwargs):
+    """function(*args, **kwargs); if memory runs out in it, OutOfMemory with this advice. Its tensors are free again by then."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:                                        # of a GPU; of a CPU
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+    raise OutOfMemory(f"out of memory {advice}")                         # not in the block above: the first error's frames hold the tensors
+
+
 def program(main):
     """Run a program's main(): mistakes of the user's end with one line and status 2, Ctrl-C with status 130."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        main()
+        within_memory("(lower --rows or --max_message, train with --lora_rank 16, or choose a smaller model)", main)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -29,15 +29,16 @@ import tokens
 from envs import Call
 from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, one_variant_each, play, rate,
                       record, table)
-from model import Optimizer, batches_by_length, builtin_policy, add_reward_tokens, load_policy, pad, save_policy, token_logprobs
+from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
+                   token_logprobs)
 from reward import replay, trajectory_reward
-from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require
+from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require, within_memory
 from sampler import Sampler
 from tokens import HIGH, LOW, Renderer, signature
 
 
 @dataclass
-class Options(TaskOptions):
+class Options(MemoryOptions, TaskOptions):
     model: str = option("builtin", "builtin, a hub name, a checkpoint folder or a GGUF file")
     plain: bool = option(False, "the SFT baseline: successes only, no reward token")
     out: str = option("", "run folder (default runs/rctp, with --plain runs/sft)")
@@ -66,6 +67,7 @@ class Options(TaskOptions):
 
     def check(self):
         self.check_tasks()
+        self.check_memory()
         require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
         require(self.row_speed > 0 and self.failure_weight > 0, "--row_speed and --failure_weight must be positive")
         require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
@@ -298,6 +300,7 @@ def main(argv=None):
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
     source = pretrained_builtin(o.base) if builtin else checkpoint_of(o.model, "python sft.py")
     model, tokenizer = load_policy(source, device)
+    o.prepare(model, o.seed)
     if not builtin:
         tokenizer.init_kwargs["tool_schemas"] = o.schemas                # saved with the tokenizer: part of the checkpoint
     try:
@@ -317,15 +320,17 @@ def main(argv=None):
                     "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
                     "hashes": fingerprint(o, sampler, tasks[0])})
     try:
-        fit(model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
-            "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
+        within_memory("in an update: lower --token_budget, or add --grad_checkpoint or --lora_rank 16",
+                      fit, model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
+                      "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
     except KeyboardInterrupt:
         save_policy(model, tokenizer, run.folder / "checkpoint")
         print(f"\nstopped; what was learned so far is in {run.folder}/. Use it with --init {run.folder}, or start again")
         raise SystemExit(130)
     save_policy(model, tokenizer, run.folder / "checkpoint")
     if held_out:
-        rows = play(sampler, held_out, tuple(GOALS), seed=o.seed)
+        rows = within_memory(f"in a rollout: lower --rows or --max_message; what was learned is in {run.folder}/",
+                             play, sampler, held_out, tuple(GOALS), seed=o.seed)
         run.append("episodes.jsonl", *map(record, rows))
         print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
         print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")

@@ -36,6 +36,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import bench
@@ -43,6 +44,7 @@ import bfcl
 import envs
 import evaluate
 import grpo
+import lora
 import model as policy
 import rcgrpo
 import reward
@@ -1772,6 +1774,29 @@ def test_model_token_logprobs_of_nothing():
     assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora, grad_checkpoint"])
+def test_model_token_logprobs_with_a_shared_prompt(with_lora):
+    """Computed once, what all rows share changes neither values nor gradients."""
+    model, _ = tiny()
+    if with_lora:
+        policy.recompute_layers(adapted(model))
+    ids, mask, *_ = ragged(model, (30, 24, 30, 27))
+    ids[:, :17] = ids[0, :17]
+    mask[:, :18] = False
+    mask[:, 18] = True                                   # the first token that can be sampled: one of the row's own goes before it
+    fed, found = [], []
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    for shared in (0, 17, 5):
+        model.zero_grad()
+        values = policy.token_logprobs(model, ids, mask, 0.8, shared)
+        (values * torch.linspace(1, 2, 30) * torch.arange(1, 5)[:, None]).sum().backward()
+        found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])))
+    assert fed == [120, 17 + 4 * 13, 5 + 4 * 25]
+    for values, gradients in found[1:]:
+        assert torch.allclose(values, found[0][0], atol=1e-5) and (gradients - found[0][1]).norm() < 1e-5 * gradients.norm()
+    assert (found[0][0][mask] != 0).all()
+
+
 def test_model_log_softmax_is_fp32():
     """In bf16 the log-softmax is off by up to 0.05 nats, noise against a clip of 0.2 (tf#31267)."""
     model, tokenizer = tiny()
@@ -1852,6 +1877,172 @@ def test_model_optimizer_resumes_exactly(dtype):
         assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), model.state_dict().values()))
         assert all(torch.equal(a, b) for a, b in zip(again.tensors().values(), optimizer.tensors().values()))
     assert not torch.equal(half["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+def test_model_optimizer_step_is_adamw_in_parts(monkeypatch):
+    """Bit for bit what clip_grad_norm_ and one AdamW step over everything give, in whatever parts."""
+    ids, mask, *_ = ragged(tiny()[0])
+    models = [tiny()[0] for _ in range(3)]
+    plain = torch.optim.AdamW(models[0].parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    ours = []
+    for model, chunk in zip(models[1:], (10**9, 2000)):
+        monkeypatch.setattr(policy, "STEP_CHUNK", chunk)
+        ours.append(policy.Optimizer(model, 1e-3, betas=(0.9, 0.99), weight_decay=0.1))
+    assert len(ours[0].parts) == 1 < 3 < len(ours[1].parts)
+    for _ in range(3):
+        for model in models:
+            (-policy.token_logprobs(model, ids, mask)).sum().backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.5))
+        plain.step()
+        plain.zero_grad()
+        assert [optimizer.step(1e-3, 0.5) for optimizer in ours] == [norm, norm] and norm > 0.5
+    for a, b, c in zip(*(model.parameters() for model in models)):
+        assert torch.equal(a, b) and torch.equal(a, c) and b.grad is None
+
+
+def adapted(model, rank=4, alpha=8.0, seed=0, targets=policy.MemoryOptions.lora_targets, trained=True):
+    """Adapters on every linear layer of a model; `trained`: as if they had learnt something."""
+    lora.add_adapters(model, rank, alpha, targets, seed)
+    draw = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if trained and p.requires_grad and not name.endswith("lora_A"):
+                p.add_(0.05 * torch.randn(p.shape, generator=draw).to(p))
+    return model
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+def test_model_grad_checkpoint(with_lora):
+    """Every layer runs a second time in the backward pass, with the same gradients; without gradients once, as ever."""
+    found, runs = [], collections.Counter()
+    for on in (False, True):
+        model, _ = tiny()
+        if with_lora:
+            adapted(model)
+        ids, mask, *_ = ragged(model)
+        policy.MemoryOptions(grad_checkpoint=on).prepare(model, 0)
+        for layer in model.base_model.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, inputs: runs.update([on]))
+        with torch.no_grad():
+            values = policy.token_logprobs(model, ids, mask)
+        assert runs[on] == 2, "two layers"
+        policy.token_logprobs(model, ids, mask).sum().backward()
+        assert runs[on] == (6 if on else 4) and not model.training
+        found.append([values, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(*found)) and found[0][-1].abs().max() > 0
+    twin = copy.deepcopy(model)
+    assert all(layer.forward.__self__ is layer for layer in twin.base_model.layers)
+    with pytest.raises(run.UserError, match="--grad_checkpoint"):
+        policy.recompute_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_model_lora_learns_beside_frozen_weights(dtype):
+    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives the base back."""
+    model, tokenizer = tiny()
+    base = copy.deepcopy(model.to(dtype))
+    adapted(model, trained=False)
+    ids, mask, *_ = ragged(model)
+    ids[:, 1] = torch.tensor([*reward_ids(tokenizer), 5])
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(names) == 2 * 7 * 2 + 1 and all(name.split(".")[-1] in ("lora_A", "lora_B", "reward_rows") for name in names)
+    assert all(p.dtype == dtype for p in model.parameters()) and model.get_input_embeddings().reward_rows.shape == (2, 32)
+
+    def logits(model):
+        with torch.no_grad():
+            return model(ids).logits
+    start = logits(base)
+    assert torch.equal(logits(model), start)
+    optimizer = policy.Optimizer(model, 1e-2)
+    for _ in range(3):
+        (-policy.token_logprobs(model, ids, mask)).sum().backward()
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == names
+        optimizer.step(1e-2, 1.0)
+    old = dict(base.named_parameters())
+    for name, p in model.named_parameters():
+        if name in names and not name.endswith("lora_A"):
+            fresh = base.get_input_embeddings().weight[reward_ids(tokenizer)] if name.endswith("rows") else torch.zeros_like(p)
+            assert (p != fresh).float().mean() > 0.9, name
+        assert name in names or torch.equal(p, old[name]), name
+    changed = logits(model)
+    assert (changed - start)[:2].abs().max() > 0.1
+    with lora.base_weights(model):
+        assert torch.equal(logits(model), start), "the reward rows too are those of before"
+    assert torch.equal(logits(model), changed)
+    with pytest.raises(ZeroDivisionError), lora.base_weights(model):
+        1 / 0
+    assert torch.equal(logits(model), changed) and torch.equal(logits(copy.deepcopy(model)), changed)
+    assert policy.reference_policy(model) is model and policy.reference_policy(base) is not base
+
+
+def test_model_lora_by_hand():
+    """W x + alpha / rank * B A x; A is a function of the seed; only the layers that are named."""
+    model = adapted(tiny()[0], rank=3, alpha=12.0, targets="k_proj,down_proj")
+    names = {name.split(".")[-2] for name, _ in model.named_parameters() if "lora" in name}
+    assert names == {"k_proj", "down_proj"}
+    k = model.base_model.layers[1].self_attn.k_proj
+    assert k.lora_A.shape == (3, 32) and k.lora_B.shape == (16, 3) and k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(k(x), x @ k.weight.T + 4.0 * x @ k.lora_A.T @ k.lora_B.T, atol=1e-6) and not torch.allclose(k(x), x @ k.weight.T, atol=1e-3)
+    torch.manual_seed(5)
+    again, other = (adapted(tiny()[0], rank=3, seed=seed, targets="k_proj").base_model.layers[1].self_attn.k_proj for seed in (0, 1))
+    first = adapted(tiny()[0], rank=3, targets="k_proj").base_model.layers[1].self_attn.k_proj
+    assert torch.equal(first.lora_A, again.lora_A) and not torch.equal(first.lora_A, other.lora_A)
+    for targets in ("q_proj,query", "lm_head", ""):
+        with pytest.raises(run.UserError, match="--lora_targets: this model has no linear layer '(query|lm_head|)'; it has down_proj, gate_proj, k_proj"):
+            lora.add_adapters(tiny()[0], 4, 8.0, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "biases"])
+def test_model_lora_is_saved_merged(tmp_path, kind, dtype):
+    """The folder is a plain one with the same logits; the model goes on unmerged and unchanged. All of them have fewer key heads."""
+    model, tokenizer = bare_policy(untied=kind == "untied")
+    if kind == "biases":
+        config = transformers.Qwen2Config(**{**model.config.to_dict(), "model_type": "qwen2", "architectures": None})
+        model = transformers.Qwen2ForCausalLM(config).eval()
+    model = model.to(dtype)
+    policy.add_reward_tokens(model, tokenizer)
+    plain, base = set(model.state_dict()), {name: p.clone() for name, p in model.state_dict().items()}
+    adapted(model)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    batch = torch.tensor([[5, *reward_ids(tokenizer), 7, 30, 12, 9]])
+
+    def scored(model, ids):
+        """Logits without those of the banned reward tokens, which are others in a tied head."""
+        with torch.no_grad():
+            return model(ids).logits[..., :reward_ids(tokenizer)[0]]
+    logits = scored(model, batch)
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items()) and torch.equal(scored(model, batch), logits)
+    assert set(load_file(tmp_path / "c/model.safetensors")) == plain - ({"lm_head.weight"} if kind != "untied" else set())
+    for other in (policy.load_policy(str(tmp_path / "c"), dtype=dtype)[0], AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=dtype).eval()):
+        assert set(other.state_dict()) == plain and other.dtype == dtype
+        gap, rough = ((scored(other, ids) - logits).abs().max() / logits.abs().max() for ids in (batch, batch.flip(1)))
+        assert gap < (1e-5 if dtype == torch.float32 else 0.03) < 0.1 < rough
+        for name, weight in other.state_dict().items():
+            scope = name.removesuffix(".weight")
+            if f"{scope}.lora_A" in before:
+                exact = base[name].double() + 2.0 * before[f"{scope}.lora_B"].double() @ before[f"{scope}.lora_A"].double()
+                assert (weight - exact).abs().max() <= (1e-6 if dtype == torch.float32 else 2 ** -8 * exact.abs().max()), "rounded once"
+                assert not torch.equal(weight, base[name])
+        table = other.get_input_embeddings().weight
+        assert torch.equal(table[reward_ids(tokenizer)], before["model.embed_tokens.reward_rows"])
+        assert torch.equal(table[:reward_ids(tokenizer)[0]], base["model.embed_tokens.weight"][:reward_ids(tokenizer)[0]])
+        assert (table.data_ptr() == other.get_output_embeddings().weight.data_ptr()) == (kind != "untied")
+
+
+def test_model_lora_reward_rows_have_their_own_speed():
+    for speed in (1.0, 10.0):
+        model = adapted(tiny()[0], trained=False)
+        before = model.get_input_embeddings().reward_rows.detach().clone()
+        optimizer = policy.Optimizer(model, 1e-3, row_speed=speed)
+        for p in optimizer.params:
+            p.grad = torch.ones_like(p)
+        optimizer.step(1e-3, 2.0)
+        assert torch.allclose(before - model.get_input_embeddings().reward_rows, torch.tensor(speed * 1e-3), atol=2e-5)
+        b = model.base_model.layers[0].mlp.up_proj.lora_B
+        assert torch.allclose(b, torch.tensor(-1e-3), atol=1e-5)
 
 
 def test_model_batches_by_length():
@@ -2403,6 +2594,30 @@ def test_sampler_prompts_and_models_that_do_not_fit():
         Sampler(model, tokenizer)
 
 
+def test_sampler_keeps_its_cache_under_grad_checkpoint(monkeypatch):
+    """Also in train mode (trl#3683, tf#36051): the same episodes, every token fed once."""
+    tasks, model, tokenizer = school()
+    plain, fed = rollout(model, tokenizer, tasks), []
+    policy.recompute_layers(model.train())
+    monkeypatch.setattr(policy, "checkpoint", lambda *_, **__: 1 / 0)
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    found = rollout(model, tokenizer, tasks)
+    assert [t.ids for t in found] == [t.ids for t in plain] and [t.logprobs for t in found] == [t.logprobs for t in plain]
+    assert sum(fed) < 3 * sum(len(t.ids) for t in found)
+
+
+def test_sampler_lora_plays_like_the_merged_model(tmp_path):
+    """Unmerged in the sampler: its log-probs are the trainer's, its episodes those of the checkpoint that is written."""
+    tasks, model, tokenizer = school()
+    plain = rollout(model, tokenizer, tasks)
+    found = rollout(adapted(model), tokenizer, tasks)
+    for trajectory in found:
+        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-4
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    merged = rollout(policy.load_policy(str(tmp_path / "c"))[0], tokenizer, tasks)
+    assert [t.ids for t in merged] == [t.ids for t in found] != [t.ids for t in plain]
+
+
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral"])
 def test_sampler_other_architectures(kind):
     """Other model families through the same cache: grouped heads, biases, norms of queries and keys, heads of their own size."""
@@ -2597,6 +2812,56 @@ def test_grpo_micro_batches_do_not_change_the_gradient(norm):
     assert found[0][1]["kl"] > 0.1 and found[0][1]["grad_norm"] > 0.01
 
 
+def test_grpo_micro_batches():
+    """Every rollout once, within the budget; a group is packed where that halves its tokens, and only as far as it is one prompt."""
+    rng = random.Random(0)
+    for _ in range(200):
+        group, budget, rollouts = rng.randint(1, 6), rng.randint(1, 300), []
+        for _ in range(4):
+            prompt = [rng.randint(0, 9) for _ in range(rng.choice([1, 5, 60]))]
+            for _ in range(group):
+                answer = [rng.randint(0, 1), 3, 3] + [rng.randint(0, 9) for _ in range(rng.randint(1, 20))]
+                rollouts.append(sampling.Trajectory(None, prompt + answer, [False] * (len(prompt) + 3) + [True] * (len(answer) - 3), []))
+        used = sorted(rng.sample(range(4 * group), rng.randint(0, 4 * group)))
+        found = grpo.micro_batches(rollouts, used, group, budget)
+        assert sorted(i for batch, _ in found for i in batch) == used
+        for batch, shared in found:
+            longest = max(len(rollouts[i].ids) for i in batch)
+            assert len(batch) == 1 or shared + len(batch) * (longest - shared) <= budget
+            if shared:
+                assert len({(i // group, *rollouts[i].ids[:shared]) for i in batch}) == 1
+                assert not any(any(rollouts[i].mask[:shared + 1]) for i in batch)
+        for g in {i // group for batch, shared in found for i in batch if shared}:
+            mine = [(batch, shared) for batch, shared in found if batch[0] // group == g and shared]
+            tokens_ = sum(shared + len(batch) * (max(len(rollouts[i].ids) for i in batch) - shared) for batch, shared in mine)
+            assert 2 * tokens_ <= sum(len(rollouts[i].ids) for batch, _ in mine for i in batch)
+    rows = [sampling.Trajectory(None, [1 + i // 4] * 100 + [5 + i] + [5] * 9, [False] * 101 + [True] * 9, []) for i in range(8)]
+    assert grpo.micro_batches(rows, list(range(8)), 4, 140) == [([0, 1, 2, 3], 100), ([4, 5, 6, 7], 100)]
+    assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 120) == [([i], 0) for i in range(4)], "240 of 440 tokens are more than half"
+
+
+def test_grpo_shared_prompts_are_computed_once(monkeypatch):
+    """With a long prompt the group is packed: the same loss, metrics and gradient from a fraction of the tokens."""
+    tasks, model, tokenizer = school()
+    long = [7 + i % 40 for i in range(500)]
+    trajectories = []
+    for t in rollout(model, tokenizer, [task for task in tasks[:4] for _ in range(4)]):
+        trajectories.append(sampling.Trajectory(t.episode, long + t.ids, [False] * 500 + t.mask, [0.0] * 500 + t.logprobs))
+    advantages = torch.linspace(-1.5, 2, 16)
+    advantages[:3] = 0.0                                 # one group has a single rollout in use: nothing to share
+    fed, found, reference = [], [], tiny()[0]
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    for group in (4, 1):
+        keeper = Gradients(model)
+        stats = grpo.update(model, reference, keeper, trajectories, advantages, 1e-3,
+                            grpo_options(group=group, beta=0.1, updates=2, skip_flat=True, token_budget=3000))
+        found.append((keeper.gradient, stats, sum(fed)))
+        fed.clear()
+    (packed, a, few), (plain, b, many) = found
+    assert (packed - plain).norm() < 1e-4 * plain.norm() and few < 0.55 * many and b.pop("tokens_saved") == 0 < 0.5 < a.pop("tokens_saved") < 1
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-5) and a["used_rollouts"] == 13 and a["kl"] > 0.1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_grpo_ratio_is_one_before_the_first_update(temperature):
     """Same temperature, same ban, no dropout in sampler and trainer: the loss is then minus the mean advantage, nothing is
@@ -2608,6 +2873,25 @@ def test_grpo_ratio_is_one_before_the_first_update(temperature):
     assert stats["loss"] == pytest.approx(-advantages.mean().item(), rel=1e-4) and stats["used_rollouts"] == len(trajectories)
     other = grpo.update(model, None, Gradients(model), trajectories, advantages, 1e-3, grpo_options(temperature=1.2))
     assert other["logprob_gap_max"] > 0.01, "the gap is a real measurement"
+
+
+def test_grpo_lora_needs_no_second_model():
+    """The reference is the same network without its adapters: same loss, KL and gradient as with a frozen copy of the base."""
+    _, model, _ = school()
+    base = policy.frozen_copy(model)
+    adapted(model)
+    trajectories, advantages = batch_of_rollouts()
+
+    class Trained(Gradients):
+        def step(self, lr, max_norm):
+            self.gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+            model.zero_grad()
+            return float(self.gradient.norm())
+    found = []
+    for reference in (base, policy.reference_policy(model)):
+        keeper = Trained(model)
+        found.append((grpo.update(model, reference, keeper, trajectories, advantages, 1e-3, grpo_options(beta=0.1)), keeper.gradient))
+    assert found[0][0] == found[1][0] and found[0][0]["kl"] > 0.01 and torch.equal(found[0][1], found[1][1])
 
 
 def test_grpo_without_variance_nothing_moves():
@@ -3031,7 +3315,7 @@ def test_bench_writes_its_files(here, school_run, monkeypatch, capsys):
 SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24", "--max_messages", "4",
          "--tools", "4", "--calls", "1", "--device", "cpu"]
 METRICS = {"step", "reward", "zero_variance", "advantage_gap", "entropy", "calls_per_turn", "truncated", "sampled_tokens", "loss", "kl",
-           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "lr", "sample_seconds", "update_seconds", "tok_s"}
+           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "tokens_saved", "lr", "sample_seconds", "update_seconds", "tok_s"}
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
 TIMES = ("sample_seconds", "update_seconds", "tok_s")
 
@@ -3059,12 +3343,15 @@ def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def stumble(monkeypatch, capsys, module, *argv):
-    """Run a program as from the shell -> its one line on stderr; it must end with status 2."""
+def stumble(monkeypatch, capsys, module, *argv, bars=False):
+    """Run a program as from the shell -> its one line on stderr (after progress bars, if any are expected); it must end with status 2."""
     monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
     with pytest.raises(SystemExit) as end:
         run.program(module.main)
     errors = capsys.readouterr().err
+    if bars:
+        assert "Traceback" not in errors
+        errors = re.split("[\r\n]", errors)[-2] + "\n"
     assert end.value.code == 2 and re.fullmatch(r"error: [^\n]+\n", errors), errors
     return errors
 
@@ -3073,6 +3360,7 @@ def stumble(monkeypatch, capsys, module, *argv):
     (sft, "--bogus 1", "--bogus"), (sft, "--epoch 1", "--epoch"), (sft, "--lr fast", "invalid float value: 'fast'"), (sft, "--lr nan", "--lr"),
     (sft, "--epochs 0", "--epochs"), (sft, "--demos 0", "--demos"), (sft, "--batch 1.5", "invalid int"), (sft, "--failures guess", "choose from"),
     (sft, "--categories easy", "--categories knows base, "), (sft, "--turns 0", "--turns"), (sft, "--tools 1", "tools"), (sft, "--env moon", "choose from"),
+    (sft, "--lora_rank -1", "--lora_rank"), (rcgrpo, "--init SCHOOL --lora_rank 4 --lora_targets query", "no linear layer 'query'; it has down_proj"),
     (sft, "--device moon", "--device moon is not available"), (sft, "--demos 2 --model nobody/nothing", "cannot load a model from nobody/nothing"),
     (sft, "--demos 2 --model runs/none", "make it with `python sft.py`"), (sft, "--seed -1", "--seed"), (sft, "stray", "unrecognized arguments: stray"),
     (grpo, "", "there is no checkpoint in runs/sft; make it with `python sft.py --plain`"), (grpo, "--group 1", "--group must be at least 2"),
@@ -3202,6 +3490,21 @@ def test_cli_sft_from_a_checkpoint_with_sampled_failures(here, monkeypatch, caps
     assert not json.loads(Path("runs/b/config.json").read_text())["builtin"]
 
 
+def test_cli_lora_from_stage_to_stage(here, capsys, school_run):
+    """Both stages with adapters; every checkpoint is a plain model that the next program loads."""
+    brief = ["--lora_rank", "4", "--lora_targets", "q_proj,up_proj", "--lr", "1e-2", *SMALL[4:]]
+    sft.main(["--model", school_run, "--schemas", "compact", "--demos", "8", "--epochs", "2", "--batch", "8", "--warmup", "0", *brief])
+    rl("runs/rctp", "--steps", "2", *brief)
+    start, middle, end = (policy.load_policy(f"{folder}/checkpoint")[0].state_dict() for folder in (school_run, "runs/rctp", "runs/rcgrpo"))
+    for a, b in ((start, middle), (middle, end)):
+        assert set(a) == set(b)
+        moved = {name.split(".")[-2] for name in a if not torch.equal(a[name], b[name])}
+        assert moved == {"embed_tokens", "lm_head", "q_proj", "up_proj"}
+        assert {i for i, rows in enumerate(zip(a["lm_head.weight"], b["lm_head.weight"])) if not torch.equal(*rows)} == set(reward_ids(school()[2]))
+    rows = lines("runs/rctp/metrics.jsonl")
+    assert rows[-1]["loss"] < rows[0]["loss"] and lines("runs/rcgrpo/metrics.jsonl")[0]["kl"] == 0 < lines("runs/rcgrpo/metrics.jsonl")[1]["kl"]
+
+
 def test_cli_interrupted_sft_keeps_what_it_has(here, monkeypatch, capsys, school_run):
     scored, calls = sft.token_logprobs, itertools.count(1)
 
@@ -3239,13 +3542,15 @@ def weights_of(folder):
     return (Path(folder) / "checkpoint/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("how", ["stop", "crash", "crash before the first checkpoint", "crash while saving"])
+@pytest.mark.parametrize("how", ["stop", "crash", "crash before the first checkpoint", "crash while saving", "stop with LoRA", "crash with LoRA"])
 def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
     """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280): after Ctrl-C, after a crash
-    between two checkpoints, before the first one, or in the middle of writing one."""
-    rl(school_run, "--steps", "4", "--out", "runs/whole", "--beta", "0.05")
-    rest = ["--steps", "4", "--out", "runs/part", "--beta", "0.05", "--save_every", "9" if "before" in how else "2"]
-    if how == "stop":
+    between two checkpoints, before the first one, or in the middle of writing one; with LoRA the merged checkpoint is not
+    what goes on."""
+    same = ["--steps", "4", "--beta", "0.05", *(["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else [])]
+    rl(school_run, *same, "--out", "runs/whole")
+    rest = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"]
+    if "stop" in how:
         with pytest.raises(SystemExit) as end:
             rl(school_run, *rest, stop=2)
         assert end.value.code == 130
@@ -3260,6 +3565,9 @@ def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
         with pytest.raises(MemoryError):
             rl(school_run, *rest, crash=4)
         assert len(lines("runs/part.partial/metrics.jsonl")) == 3
+    if "LoRA" in how:
+        with pytest.raises(run.UserError, match="trained other weights"):
+            rl(school_run, *rest, "--lora_rank", "0", "--resume")
     rl(school_run, *rest, "--resume")
     whole, part = lines("runs/whole/metrics.jsonl"), lines("runs/part/metrics.jsonl")
     for row in whole + part:
@@ -3267,6 +3575,60 @@ def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
     assert whole == part and len(whole) == 4 and sum(row["grad_norm"] > 0 for row in whole) >= 3
     assert lines("runs/whole/episodes.jsonl") == lines("runs/part/episodes.jsonl")
     assert weights_of("runs/whole") == weights_of("runs/part") != weights_of(school_run) and not Path("runs/part.partial").exists()
+
+
+def no_memory(where):
+    """What torch raises: a GPU's error, or a CPU's own."""
+    if where != "update":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of 79 GiB")
+    torch.empty(2 ** 60)
+
+
+@pytest.mark.parametrize("where", ["rollout", "update", "optimizer"])
+def test_cli_out_of_memory(here, monkeypatch, capsys, school_run, where):
+    """One line that names the options; all steps done are kept; --resume with less need of memory gives what an
+    uninterrupted run gives. Where the weights had begun to move, the last checkpoint counts."""
+    same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4", "--beta", "0.05", "--token_budget", "700"]
+    tasks = school()[0]
+    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
+    rcgrpo.main([*same, "--out", "runs/whole"])
+    owner, name = {"rollout": (Sampler, "rollout"), "update": (grpo, "token_logprobs"), "optimizer": (torch.optim.AdamW, "step")}[where]
+    real, pick, picked, calls = getattr(owner, name), grpo.pick_tasks, [], itertools.count(1)
+    monkeypatch.setattr(policy, "STEP_CHUNK", 2000)
+
+    def failing(*args, **kwargs):
+        if len(picked) == 4 and next(calls) == {"rollout": 1, "update": 4, "optimizer": 2}[where]:       # in step 3, half-way
+            no_memory(where)
+        return real(*args, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        patch.setattr(grpo, "pick_tasks", lambda *args: picked.append(0) or pick(*args))     # once more, before the first step
+        error = stumble(patch, capsys, rcgrpo, *same, "--out", "runs/part", "--save_every", "1" if where == "optimizer" else "9", bars=True)
+    assert "out of memory in a" in error and ("--rows" if where == "rollout" else "--token_budget or add --grad_checkpoint") in error
+    assert "go on with: python rcgrpo.py --resume" in error and "runs/part.partial/" in error
+    assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and (Path("runs/part.partial") / "optimizer.safetensors").exists()
+    rcgrpo.main([*same, "--out", "runs/part", "--resume", "--grad_checkpoint"])
+    whole, part = lines("runs/whole/metrics.jsonl"), lines("runs/part/metrics.jsonl")
+    for row in whole + part:
+        assert all(row.pop(key) > 0 for key in TIMES)
+    assert whole == part and len(whole) == 4 and weights_of("runs/whole") == weights_of("runs/part")
+
+
+def test_cli_out_of_memory_elsewhere(here, monkeypatch, capsys, school_run):
+    """In evaluation, in SFT, and an error that only looks like one."""
+    monkeypatch.setattr(Sampler, "rollout", lambda *_, **__: no_memory("rollout"))
+    sft_flags = ["--model", school_run, "--schemas", "compact", "--demos", "2", "--epochs", "1", *SMALL[4:]]
+    assert "lower --rows" in stumble(monkeypatch, capsys, evaluate, school_run, "--n", "2", "--device", "cpu", bars=True)
+    assert "runs/rctp.partial/" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True) and Path("runs/rctp.partial/checkpoint").exists()
+    assert "go on with: python grpo.py --resume" in stumble(monkeypatch, capsys, grpo, "--init", school_run, *SMALL, bars=True)
+    monkeypatch.setattr(sft, "token_logprobs", lambda *_: no_memory("update"))
+    assert "--token_budget, or add --grad_checkpoint or --lora_rank 16" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True)
+    monkeypatch.setattr(sft, "token_logprobs", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        run.program(lambda: sft.main(sft_flags))
+    with pytest.raises(run.OutOfMemory) as end:
+        run.within_memory("here", no_memory, "rollout")
+    assert end.value.__context__ is None, "the frames of the first error, and the tensors in them, are gone"
 
 
 def test_cli_runs_depend_on_the_seed_alone(here, school_run):
