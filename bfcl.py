@@ -148,7 +148,7 @@ def _bind(call: Call, allowed: set[str]) -> Call:
     except TypeError as error:                          # missing, unknown, or not a name
         raise Refused(f"{call.name}: {error}") from None
     bound.apply_defaults()
-    arguments = {name: copy.deepcopy(value) for name, value in bound.arguments.items() if name != "self"}
+    arguments = {name: envs.fresh(value) for name, value in bound.arguments.items() if name != "self"}
     for name, value in arguments.items():
         limit = LIMITS.get((call.name, name))
         if limit and not (isinstance(value, (int, float)) and abs(value) <= limit):
@@ -321,7 +321,7 @@ class Episode(envs.Episode):
         instance = self.objects[_table()[bound.name].owner.__name__]
         try:
             with _own_precision():
-                result = _render(getattr(instance, bound.name)(**copy.deepcopy(bound.arguments)), bound.name)
+                result = _render(getattr(instance, bound.name)(**envs.fresh(bound.arguments)), bound.name)
         except Exception as error:                      # tools raise on wrong types, unknown keys and the like
             result = _error(f"{type(error).__name__}: {error}")
         try:

@@ -100,10 +100,10 @@ COSTLY = [("power", {"base": 9, "exponent": 10 ** 9}), ("power", {"base": 10 ** 
           ("logarithm", {"value": "1e5000000", "base": 3, "precision": 5}), ("logarithm", {"value": 2, "base": "3e2000000", "precision": 50}),
           ("square_root", {"number": 2, "precision": 10 ** 8}), ("square_root", {"number": 2, "precision": "100000"}), ("square_root", {"number": 1e18, "precision": 100}),
           ("round_number", {"number": 10 ** 18, "decimal_places": -10 ** 9}), ("round_number", {"number": 1e-300, "decimal_places": 10 ** 9}),
-          ("standard_deviation", {"numbers": [10 ** 18, -1] * 2000}), ("mean", {"numbers": [1e18] * 4000}), ("sum_values", {"numbers": [[]] * 2000}),
+          ("standard_deviation", {"numbers": [10 ** 18, -1] * 1000}), ("mean", {"numbers": [1e18] * 1000}), ("sum_values", {"numbers": [[]] * 500}),
           ("compute_exchange_rate", {"base_currency": "USD", "target_currency": "JPY", "value": "9" * 9000}), ("si_unit_conversion", {"value": 1e18, "unit_in": "km", "unit_out": "nm"}),
-          ("compute_exchange_rate", {"base_currency": "USD", "target_currency": "JPY", "value": [[]] * 9000}), ("get_user_tweets", {"username": "x" * 9000}),
-          ("filter_stocks_by_price", {"stocks": "a" * 9000, "min_price": -1, "max_price": 10 ** 18}), ("notify_price_change", {"stocks": ["NVDA"] * 2000, "threshold": 0}),
+          ("compute_exchange_rate", {"base_currency": "USD", "target_currency": "JPY", "value": [[]] * 2000}), ("get_user_tweets", {"username": "x" * 9000}),
+          ("filter_stocks_by_price", {"stocks": "a" * 9000, "min_price": -1, "max_price": 10 ** 18}), ("notify_price_change", {"stocks": ["NVDA"] * 500, "threshold": 0}),
           ("post_tweet", {"content": "🙂" * 9000, "tags": ["#a"] * 500}), ("mention", {"tweet_id": 1, "mentioned_usernames": "x" * 9000}),
           ("echo", {"content": "\ud83d" * 9000, "file_name": "a"}), ("echo", {"content": "a\n" * 4000, "file_name": "a"}),
           ("add_line", {"file": "notes", "text": "🙂" * 500}), ("invite_guests", {"event": 1, "guests": ["é" * 500] * 20}), ("add_funds", {"amount": 10 ** 9})]
@@ -208,7 +208,7 @@ def big(rng, task, signatures):
 
 
 def many(rng, task, signatures):
-    return written(rng, [hostile_call(rng, task, signatures)] * rng.choice([17, 65, 300]) if rng.random() < 0.5 else [Call("pwd", {})] * 1000)
+    return written(rng, [hostile_call(rng, task, signatures)] * rng.choice([17, 65, 150]) if rng.random() < 0.5 else [Call("pwd", {})] * 200)
 
 
 def costly(rng, task, signatures):
@@ -222,7 +222,7 @@ def costly(rng, task, signatures):
                          if name in signatures] or [Call("pwd", {})])
 
 
-KINDS = {real: 24, honest: 8, damaged: 24, soup: 14, noise: 10, deep: 10, costly: 6, many: 3, big: 1}      # kind -> weight
+KINDS = {real: 24, honest: 8, damaged: 24, soup: 14, noise: 10, deep: 10, costly: 4, many: 2, big: 1}      # kind -> weight
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def dialogue(env, seed, number, tasks, signatures):
         offered = list(envs.TABLE) if env == "sim" else [name for name in signatures if bfcl._table()[name].owner.__name__ in task.classes]
         task = dataclasses.replace(task, offered=offered, withheld={})
     kinds = rng.choices(list(KINDS), list(KINDS.values()), k=LENGTH)
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         kinds = [costly] * LENGTH
     return task, [kind(rng, task, signatures) for kind in kinds], kinds
 
