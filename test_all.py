@@ -2,7 +2,7 @@
 without them. Numbers such as trl#5224 name the public report of the fault that a test guards against
 (tf: huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py and reward.py, bfcl.py, tokens.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and sft.py,
+Order: envs.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and sft.py,
 the command line, a real model on the real benchmark.
 """
 import collections
@@ -39,6 +39,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaF
 import bfcl
 import envs
 import evaluate
+import fuzz
 import grpo
 import model as policy
 import rcgrpo
@@ -566,18 +567,6 @@ def steady():
     gc.enable()
 
 
-def bfcl_globals():
-    """All data that the official tool classes keep in their modules or in default arguments, as text."""
-    held = []
-    for name, module in bfcl.CLASSES.items():
-        module = bfcl._official("func_source_code." + module)
-        held += [(key, repr(value)) for key, value in sorted(vars(module).items()) if isinstance(value, (dict, list))]
-        held += [(key, repr(function.__defaults__)) for key, function in sorted(vars(getattr(module, name)).items())
-                 if callable(function)]
-    # the outside temperature of long_context is written to its module before it is returned: never read back
-    return [(key, text) for key, text in held if key not in ("LONG_WEATHER_EXTENSION", "__builtins__")]
-
-
 # ---- golden answers ----
 
 @needs_bfcl
@@ -585,14 +574,14 @@ def test_bfcl_golden_is_accepted_by_both():
     """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker."""
     tasks = bfcl.load_tasks(part="all")
     assert collections.Counter(task.category for task in tasks) == dict.fromkeys(bfcl.CATEGORIES, 200)
-    before = bfcl_globals()
+    before = fuzz.official_data()
     for task in tasks:
         episode = reward.replay(task)
         assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
         assert bfcl.official_verdict(episode), task.id
         assert len(episode.calls) == sum(map(len, task.golden))
         assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
-    assert bfcl_globals() == before, "the official modules keep something"
+    assert fuzz.official_data() == before, "the official modules keep something"
 
 
 @needs_bfcl
@@ -725,7 +714,7 @@ def hostile(task, rng):
 @needs_bfcl
 def test_bfcl_hostile_calls(steady):
     """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a documented function of the task."""
-    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), bfcl_globals()
+    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), fuzz.official_data()
     slowest, ran = (0, None), 0
     for _ in range(300):
         task = rng.choice(tasks)
@@ -748,7 +737,7 @@ def test_bfcl_hostile_calls(steady):
         assert isinstance(bfcl.official_verdict(episode), bool)
     print(f"\n{ran} of 6000 hostile calls ran; slowest {slowest[0] * 1000:.1f} ms: {slowest[1][:100]}")
     assert ran > 1000 and slowest[0] < 0.1, slowest
-    assert bfcl_globals() == before
+    assert fuzz.official_data() == before
 
 
 @needs_bfcl
@@ -760,6 +749,9 @@ def test_bfcl_math_is_bounded_and_keeps_no_precision(steady):
                             ("power", {"base": 10 ** 17, "exponent": 10 ** 17}),
                             ("logarithm", {"value": 7, "base": 3, "precision": 10 ** 7}),
                             ("square_root", {"number": 2, "precision": 10 ** 7}),
+                            ("logarithm", {"value": 7, "base": 3, "precision": "200000"}),     # mpmath reads texts as well
+                            ("logarithm", {"value": "1e3000000", "base": 3, "precision": 5}),
+                            ("logarithm", {"value": 7, "base": "1e3000000", "precision": 5}),
                             ("round_number", {"number": 5, "decimal_places": -10 ** 9})]:
         result, = episode.step([Call(name, arguments)])
         assert "beyond" in json.loads(result)["error"], (name, result)
@@ -820,6 +812,48 @@ def test_bfcl_file_system_cannot_be_made_endless(steady):
             episode.next_turn()
         assert episode.broken and episode.state() != episode.state()
         assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
+
+
+@needs_bfcl
+@pytest.mark.parametrize("what", ["long names", "a folder that the root does not reach"])
+def test_bfcl_file_system_cannot_explode(steady, what):
+    """`find` would list a gigabyte of paths, or walk 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads."""
+    task = dataclasses.replace(bfcl_with("GorillaFileSystem"), withheld={}, offered=[
+        name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"])
+    start = [call for i in range(50) for call in (Call("mkdir", {"dir_name": "n" * 9000}), Call("cd", {"folder": "n" * 9000}))]
+    if what != "long names":
+        start = [Call("mkdir", {"dir_name": "o"}), Call("cd", {"folder": "o"}), Call("mkdir", {"dir_name": "k"}), Call("cd", {"folder": "/"}),
+                 Call("cp", {"source": "o", "destination": "p"}), Call("rm", {"file_name": "o"}), Call("cd", {"folder": "p"}),
+                 Call("cd", {"folder": "k"}), Call("cd", {"folder": ".."})]
+    double = [call for i in range(7 if what == "long names" else 18) for call in (
+        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
+        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}), Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
+    end = [Call("find", {})] + [Call("cd", {"folder": "/"}), Call("find", {})] * (what == "long names")
+    episode = task.episode()
+    for call in start + [Call("mkdir", {"dir_name": "a0"})] + double + end:
+        figures = {}
+        with fuzz.watching("run", figures):
+            episode.step([call])
+        assert figures["run"][0] < fuzz.SECONDS and figures["run"][1] < fuzz.MEGABYTES, (call.name, figures)
+    assert episode.broken and "cycle or too large" in "".join(message["content"] for message in episode.messages)
+
+
+@needs_bfcl
+def test_bfcl_sets_in_error_texts_are_sorted():
+    """Two official errors list a set: in hash order, which PYTHONHASHSEED changes, unless we sort what they list."""
+    task = bfcl_with("TravelAPI", "TicketAPI") if any({"TravelAPI", "TicketAPI"} <= set(task.classes) for task in bfcl.load_tasks(part="all")) else None
+    for owner, name, arguments, text in (
+            ("TravelAPI", "book_flight", {"access_token": "t", "card_id": "c", "travel_date": "2024-01-01", "travel_from": "SFO",
+                                          "travel_to": "LAX", "travel_class": "cargo"}, "Must be one of {'business', 'economy', 'first'}"),
+            ("TicketAPI", "edit_ticket", {"ticket_id": 1, "updates": {key: 1 for key in "zebra"}}, "update: a, b, e, r, z")):
+        task = dataclasses.replace(bfcl_with(owner), withheld={}, offered=[name])
+        episode = task.episode()
+        if owner == "TravelAPI":
+            episode.objects[owner].access_token, episode.objects[owner].token_expires_in = "t", 9
+            episode.objects[owner].credit_card_list = {"c": {"balance": 1}}
+        else:
+            episode.objects[owner].ticket_queue = [{"id": 1, "status": "Open"}]
+        assert text in json.loads(*episode.step([Call(name, arguments)]))["error"]
 
 
 @needs_bfcl
@@ -1550,6 +1584,26 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
     assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 400 + "}}") == [Call("f", {"a": int("9" * 400)})]
 
 
+def test_tokens_an_argument_that_is_given_twice_is_an_error():
+    """Which of the two values is meant? Python's own parsers silently take the last one."""
+    for text in ("[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '{"name": "f", "parameters": {"a": 1, "a": 2}}', '[{"name": "f", "name": "g"}]',
+                 '<tool_call>{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}</tool_call>'):
+        error, = parse_calls(text)
+        assert isinstance(error, CallError) and ("once" in error.message or "twice" in error.message), text
+    assert parse_calls("[f(a=1, b=1)]") == [Call("f", {"a": 1, "b": 1})]
+
+
+def test_tokens_reading_takes_linear_time():
+    """json counts the lines before each of its errors: thousands of broken blocks in a megabyte would take minutes."""
+    for unit in ("<tool_call></tool_call>", '<tool_call>["</tool_call>', '{"name":1};', "[f(),", '<tool_call>{"a":' + "[" * 900):
+        for text in (unit * (tokens.MAX_MESSAGE // len(unit)), unit * (10**6 // len(unit))):
+            figures = {}
+            with fuzz.watching("read", figures):
+                calls = parse_calls(text)
+            assert figures["read"][0] < 0.1 and calls, (unit, len(text), figures)
+    assert "longer" in calls[0].message and parse_calls("a" * tokens.MAX_MESSAGE) == []
+
+
 def test_tokens_special_tokens_are_not_dropped_before_parsing():
     """<tool_call> may be a special token of its own (trl#2897, vllm#25281)."""
     tokenizer = tiny()[1]
@@ -1561,6 +1615,139 @@ def test_tokens_special_tokens_are_not_dropped_before_parsing():
     own = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
     assert set(own) < set(ids) and all(tokenizer.added_tokens_decoder[token].special for token in own)
     assert parse_calls(renderer.text(ids)) == [Call("f", {"a": 1})]
+
+
+# =====================================================================================================================
+# fuzz.py
+# =====================================================================================================================
+
+both_envs = pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
+
+
+@both_envs
+def test_fuzz_model_output_cannot_hurt(env):
+    """The short version of `python fuzz.py`, whose docstring says what is tried and what must hold."""
+    found = fuzz.attack(env, 3000, seed=1)
+    assert not found["failures"] and found["outputs"] == 3000 and found["ran"] > 500, found["failures"][:3]
+
+
+def dispatch_anything(self, call):
+    """A dispatcher that trusts the model: any attribute of any object, whatever its name."""
+    for instance in self.objects.values():
+        if isinstance(call, Call) and call.name and hasattr(instance, call.name):
+            try:
+                return json.dumps(getattr(instance, call.name)(**call.arguments), default=str)
+            except Exception as error:
+                return envs.error_text(error)
+    return envs.error_text("no such tool")
+
+
+def evaluating(text):
+    """A reader that evaluates what looks like a list of calls."""
+    try:
+        found = eval(text, {"__builtins__": {}}, collections.defaultdict(lambda: lambda **arguments: CallError("x")))
+        return list(found) if isinstance(found, list) else []
+    except BaseException:
+        return []
+
+
+def spilling(call):
+    def run(self, given):
+        global fuzz_spill
+        fuzz_spill = call(self, given)
+        os.environ["FUZZ"] = str(random.random())
+        return fuzz_spill
+    return run
+
+
+def kept_precision(run):
+    def broken(self, call):
+        decimal.getcontext().prec = 40
+        return run(self, call)
+    return broken
+
+
+def raising(run):
+    def broken(self, call):
+        if isinstance(call, Call) and len(call.arguments) > 3:
+            raise KeyError("x")
+        return run(self, call)
+    return broken
+
+
+@both_envs
+@pytest.mark.parametrize("letter, target, name, broken", [
+    ("c", "episode", "run", lambda run: dispatch_anything),
+    ("c", "episode", "next_turn", lambda run: lambda self, said="": self.available.update(self.table) or run(self, said)),  # nothing is withheld
+    ("d", fuzz, "parse_calls", lambda run: evaluating), ("d", "episode", "run", spilling), ("d", "episode", "run", kept_precision),
+    ("a", "episode", "run", raising), ("b", "episode", "step", lambda run: lambda self, calls: run(self, calls)[:2]),
+    ("b", "episode", "run", lambda run: lambda self, call: run(self, call) + "\ud800"),
+    ("e", "episode", "run", lambda run: lambda self, call: (sum(range(6 * 10**6)), run(self, call))[1]),
+    ("e", "episode", "run", lambda run: lambda self, call: (len([0] * 10**7), run(self, call))[1]),
+    ("f", "episode", "next_turn", lambda run: lambda self, said="": {"role": "user", "content": "more"}),
+    ("g", envs, "fresh", lambda fresh: lambda data: {} if data == {} else fresh(data) if not isinstance(data, list) else [])],
+    ids=["any attribute", "nothing withheld", "eval", "environment", "precision", "raises", "results lost", "half characters", "slow",
+         "large", "endless", "golden"])
+def test_fuzz_sees_what_is_broken(monkeypatch, env, letter, target, name, broken):
+    """Each property is violated once by code that is broken on purpose."""
+    target = {"sim": envs, "bfcl": bfcl}[env].Episode if target == "episode" else target
+    monkeypatch.setattr(target, name, broken(getattr(target, name)))
+    monkeypatch.setenv("FUZZ", "")
+    with decimal.localcontext():
+        found = fuzz.attack(env, 36 if letter == "e" else 240, seed=2)
+    assert any(f"{letter}: " in what for _, what in found["failures"]), found["failures"][:5]
+
+
+@needs_bfcl
+def test_fuzz_sees_calls_without_bounds(monkeypatch):
+    monkeypatch.setattr(bfcl, "LIMITS", {})
+    calls = [Call("logarithm", {"value": 7, "base": 3, "precision": 20000}), Call("round_number", {"number": 1, "decimal_places": 1})]
+    task = dataclasses.replace(bfcl_with("MathAPI"), withheld={}, offered=["logarithm", "round_number"])
+    figures = fuzz.play("bfcl", task, [tokens.python_calls(calls)], fuzz.signatures_of("bfcl"))[2]
+    assert "e: run" in dict(fuzz.too_much(figures))[0]
+
+
+def fuzz_digest(env, outputs=1200):
+    """A hash over all results and states of golden replays (bfcl: all 800 tasks) and of a run of the fuzzer."""
+    tasks = sim_tasks(200) if env == "sim" else bfcl.load_tasks(part="all")
+    digest = hashlib.sha256()
+    for task in tasks:
+        spoilt = [[call, call._replace(name="x"), call._replace(arguments={**call.arguments, "x": 1}), Call(call.name, {key: "x" for key in call.arguments})]
+                  for calls in task.golden for call in calls]
+        episode = reward.replay(task, spoilt)
+        digest.update(repr((episode.messages, episode.state())).encode())
+    return digest.hexdigest(), fuzz.attack(env, outputs, seed=3)["digest"]
+
+
+@both_envs
+def test_fuzz_results_are_the_same_in_every_process(env):
+    code = f"import test_all; print(*test_all.fuzz_digest({env!r}))"
+    digests = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent,
+                              env={**os.environ, "PYTHONHASHSEED": seed}).stdout.strip() for seed in ("1", "2")}
+    assert len(digests) == 1
+
+
+@every_style
+def test_fuzz_text_from_outside_stays_text(name):
+    """Thousands of conversations full of control tokens, their halves, marks and fake turns: the control tokens and masks of harmless ones."""
+    assert fuzz.injection(style(name), 600, seed=5) == []
+
+
+@every_style
+@pytest.mark.parametrize("what", ["guard", "keys", "half characters", "marks"])
+def test_fuzz_sees_a_renderer_that_lets_control_text_in(monkeypatch, name, what):
+    renderer = copy.copy(style(name))
+    if what == "guard":
+        monkeypatch.setattr(renderer, "guard", lambda text: text, raising=False)
+    elif what == "marks":
+        monkeypatch.setattr(renderer, "guard", lambda text: renderer._any_control.sub(lambda found: found.group()[0] + tokens.MARK + found.group()[1:], text))
+    elif what == "keys":
+        if renderer.own_block:
+            pytest.skip("all of the block is guarded at once")
+        monkeypatch.setattr(renderer, "_guard_all", lambda data: data)
+    else:
+        monkeypatch.setattr(renderer, "encode", lambda text: renderer.tokenizer(text)["input_ids"])
+    assert fuzz.injection(renderer, 100, seed=5)
 
 
 # =====================================================================================================================

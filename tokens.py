@@ -29,7 +29,7 @@ SLOT = "\ue001"                    # stands for the assistant's text while the t
 PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
 JSON_NAMES = {"true": True, "false": False, "null": None}
 MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
-MAX_MESSAGE = 100_000              # characters of a message: json counts the lines before each of its errors, which is quadratic
+MAX_MESSAGE = 50_000               # characters of a message: json counts the lines before each of its errors, which is quadratic
 
 FULL_BLOCK = """You can call functions. Their signatures, one JSON schema a line, stand within <tools></tools>:
 <tools>
