@@ -14,7 +14,7 @@ What differs from the leaderboard and from the paper, and why:
   golden answer itself uses it earlier: `tail` in multi_turn_miss_func_49. Functions listed as excluded are left out.
 - Tools raise errors and JSON objects alike; here every failure reads {"error": "..."}.
 - Episodes share no state: in the official classes long_context credit cards, mutable default arguments and the precision
-  of decimal and mpmath are process-global. (Two error texts there list a set, in hash order: PYTHONHASHSEED fixes it.)
+  of decimal and mpmath are process-global. Two error texts there list a set in hash order; here they are sorted.
 - The split is by scenario unless asked otherwise, see load_tasks. Reward: the paper's, see reward.py.
 """
 import ast
@@ -47,10 +47,14 @@ MAX_SIZE = 10_000       # characters and items in the arguments of a call; the l
 MAX_DEPTH = 8           # of nested lists and objects in an argument
 MAX_NUMBER = 10 ** 18   # card numbers have 16 digits
 MAX_FILES = 2_000       # entries of a simulated file system, each counted as often as it can be reached
+MAX_PATHS = 10 ** 6     # characters in all their paths, which `find` lists
 MAX_FOLDERS = 64        # its depth
 MAX_RESULT = 100_000    # characters of one result; golden ones have up to 32 thousand
-LIMITS = {("power", "exponent"): 300, ("logarithm", "precision"): 100,      # absolute values; beyond these they hang
-          ("square_root", "precision"): 100, ("round_number", "decimal_places"): 100}
+LIMITS = {("power", "exponent"): 300, ("logarithm", "precision"): 100,      # numbers; beyond these absolute values they hang
+          ("square_root", "precision"): 100, ("round_number", "decimal_places"): 100,
+          ("logarithm", "value"): MAX_NUMBER, ("logarithm", "base"): MAX_NUMBER}    # mpmath reads texts, such as "1e9999999"
+SETS = {"book_flight": ("Invalid travel class. Must be one of {", "}"),     # errors that list a set: before it, after it
+        "edit_ticket": ("Invalid fields for update: ", "")}
 
 
 # ---- the package ----
@@ -144,11 +148,11 @@ def _bind(call: Call, allowed: set[str]) -> Call:
     except TypeError as error:                          # missing, unknown, or not a name
         raise Refused(f"{call.name}: {error}") from None
     bound.apply_defaults()
-    arguments = {name: copy.deepcopy(value) for name, value in bound.arguments.items() if name != "self"}
+    arguments = {name: envs.fresh(value) for name, value in bound.arguments.items() if name != "self"}
     for name, value in arguments.items():
         limit = LIMITS.get((call.name, name))
-        if limit and isinstance(value, (int, float)) and abs(value) > limit:
-            raise Refused(f"{call.name}: {name} is beyond {limit}")
+        if limit and not (isinstance(value, (int, float)) and abs(value) <= limit):
+            raise Refused(f"{call.name}: {name} is beyond {limit}, or no number")
     return Call(call.name, arguments)
 
 
@@ -164,9 +168,13 @@ def _error(text: str) -> str:
     return json.dumps({"error": text[:1000]})
 
 
-def _render(result) -> str:
-    """A result as the official executor writes it."""
+def _render(result, name: str) -> str:
+    """A result of the function `name` as the official executor writes it, but in the same order in every process."""
     if type(result) is dict:
+        before, after = SETS.get(name, ("", ""))
+        if before and str(result.get("error")).startswith(before):
+            listed = result["error"].removeprefix(before).removesuffix(after)
+            result = {**result, "error": before + ", ".join(sorted(listed.split(", "))) + after}
         try:
             result = json.dumps(result)
         except (TypeError, ValueError):                 # Decimal and mpmath numbers
@@ -183,18 +191,22 @@ def _own_precision():
         yield
 
 
-def _plain(value, depth: int = 0, count=None):
-    """Official state as plain data that shares nothing with it; Broken if a file system is a cycle or too large."""
+def _plain(value, depth: int = 0, left=None, path: int = 0):
+    """Official state as plain data that shares nothing with it; Broken if a file system is a cycle or too large.
+
+    left: [entries, characters of paths] that may still come; path: characters of the path to `value`.
+    """
     kind = type(value).__name__
     if kind not in ("Directory", "File"):
         return sorted(value) if kind == "set" else copy.deepcopy(value)
-    count = count or itertools.count(1)
-    if next(count) > MAX_FILES or depth > MAX_FOLDERS:
+    left, path = left or [MAX_FILES, MAX_PATHS], path + len(value.name) + 1
+    left[:] = left[0] - 1, left[1] - path
+    if min(left) < 0 or depth > MAX_FOLDERS:
         raise Broken("the file system has become a cycle or too large")
     if kind == "File":
         return {"file": value.name, "content": copy.deepcopy(value.content)}
     return {"folder": value.name,
-            "contents": {name: _plain(inner, depth + 1, count) for name, inner in value.contents.items()}}
+            "contents": {name: _plain(inner, depth + 1, left, path) for name, inner in value.contents.items()}}
 
 
 class Broken(Exception):
@@ -298,7 +310,7 @@ class Episode(envs.Episode):
     def run(self, call) -> str:
         """Run one call, whatever it is; its result as the official executor writes it, or {"error": reason}."""
         if isinstance(call, CallError):
-            return _error(str(call.message))
+            return _error(call.message if isinstance(call.message, str) else "unreadable call")
         if self.done or self.broken:
             return _error("the dialogue is over" if self.done else "the file system is broken")
         try:
@@ -309,11 +321,12 @@ class Episode(envs.Episode):
         instance = self.objects[_table()[bound.name].owner.__name__]
         try:
             with _own_precision():
-                result = _render(getattr(instance, bound.name)(**copy.deepcopy(bound.arguments)))
+                result = _render(getattr(instance, bound.name)(**envs.fresh(bound.arguments)), bound.name)
         except Exception as error:                      # tools raise on wrong types, unknown keys and the like
             result = _error(f"{type(error).__name__}: {error}")
         try:
-            _plain(getattr(instance, "root", None))
+            for folder in ("root", "_current_dir"):     # one can stand in a folder that the root no longer reaches
+                _plain(getattr(instance, folder, None))
         except Broken as error:
             self.broken, result = True, _error(str(error))
         return result

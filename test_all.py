@@ -2,8 +2,8 @@
 without them. Numbers such as trl#5224 name the public report of the fault that a test guards against
 (tf: huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py and reward.py, bfcl.py, fuzz.py, tokens.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and
-sft.py, bench.py, the command line, theory.py, a real model on the real benchmark.
+Order: envs.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and rcgrpo.py,
+evaluate.py and sft.py, bench.py, the command line, theory.py, a real model on the real benchmark.
 """
 import collections
 import contextlib
@@ -43,6 +43,7 @@ import bench
 import bfcl
 import envs
 import evaluate
+import fuzz
 import grpo
 import lora
 import model as policy
@@ -572,18 +573,6 @@ def steady():
     gc.enable()
 
 
-def bfcl_globals():
-    """All data that the official tool classes keep in their modules or in default arguments, as text."""
-    held = []
-    for name, module in bfcl.CLASSES.items():
-        module = bfcl._official("func_source_code." + module)
-        held += [(key, repr(value)) for key, value in sorted(vars(module).items()) if isinstance(value, (dict, list))]
-        held += [(key, repr(function.__defaults__)) for key, function in sorted(vars(getattr(module, name)).items())
-                 if callable(function)]
-    # the outside temperature of long_context is written to its module before it is returned: never read back
-    return [(key, text) for key, text in held if key not in ("LONG_WEATHER_EXTENSION", "__builtins__")]
-
-
 # ---- golden answers ----
 
 @needs_bfcl
@@ -591,14 +580,14 @@ def test_bfcl_golden_is_accepted_by_both():
     """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker."""
     tasks = bfcl.load_tasks(part="all")
     assert collections.Counter(task.category for task in tasks) == dict.fromkeys(bfcl.CATEGORIES, 200)
-    before = bfcl_globals()
+    before = fuzz.official_data()
     for task in tasks:
         episode = reward.replay(task)
         assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
         assert bfcl.official_verdict(episode), task.id
         assert len(episode.calls) == sum(map(len, task.golden))
         assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
-    assert bfcl_globals() == before, "the official modules keep something"
+    assert fuzz.official_data() == before, "the official modules keep something"
 
 
 @needs_bfcl
@@ -731,7 +720,7 @@ def hostile(task, rng):
 @needs_bfcl
 def test_bfcl_hostile_calls(steady):
     """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a documented function of the task."""
-    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), bfcl_globals()
+    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), fuzz.official_data()
     slowest, ran = (0, None), 0
     for _ in range(300):
         task = rng.choice(tasks)
@@ -754,7 +743,7 @@ def test_bfcl_hostile_calls(steady):
         assert isinstance(bfcl.official_verdict(episode), bool)
     print(f"\n{ran} of 6000 hostile calls ran; slowest {slowest[0] * 1000:.1f} ms: {slowest[1][:100]}")
     assert ran > 1000 and slowest[0] < 0.1, slowest
-    assert bfcl_globals() == before
+    assert fuzz.official_data() == before
 
 
 @needs_bfcl
@@ -766,6 +755,9 @@ def test_bfcl_math_is_bounded_and_keeps_no_precision(steady):
                             ("power", {"base": 10 ** 17, "exponent": 10 ** 17}),
                             ("logarithm", {"value": 7, "base": 3, "precision": 10 ** 7}),
                             ("square_root", {"number": 2, "precision": 10 ** 7}),
+                            ("logarithm", {"value": 7, "base": 3, "precision": "200000"}),     # mpmath reads texts as well
+                            ("logarithm", {"value": "1e3000000", "base": 3, "precision": 5}),
+                            ("logarithm", {"value": 7, "base": "1e3000000", "precision": 5}),
                             ("round_number", {"number": 5, "decimal_places": -10 ** 9})]:
         result, = episode.step([Call(name, arguments)])
         assert "beyond" in json.loads(result)["error"], (name, result)
@@ -826,6 +818,47 @@ def test_bfcl_file_system_cannot_be_made_endless(steady):
             episode.next_turn()
         assert episode.broken and episode.state() != episode.state()
         assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
+
+
+@needs_bfcl
+@pytest.mark.parametrize("what", ["long names", "a folder that the root does not reach"])
+def test_bfcl_file_system_cannot_explode(steady, what):
+    """`find` would list a gigabyte of paths, or walk 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads."""
+    task = dataclasses.replace(bfcl_with("GorillaFileSystem"), withheld={}, offered=[
+        name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"])
+    start = [call for i in range(50) for call in (Call("mkdir", {"dir_name": "n" * 9000}), Call("cd", {"folder": "n" * 9000}))]
+    if what != "long names":
+        start = [Call("mkdir", {"dir_name": "o"}), Call("cd", {"folder": "o"}), Call("mkdir", {"dir_name": "k"}), Call("cd", {"folder": "/"}),
+                 Call("cp", {"source": "o", "destination": "p"}), Call("rm", {"file_name": "o"}), Call("cd", {"folder": "p"}),
+                 Call("cd", {"folder": "k"}), Call("cd", {"folder": ".."})]
+    double = [call for i in range(7 if what == "long names" else 18) for call in (
+        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
+        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}), Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
+    end = [Call("find", {})] + [Call("cd", {"folder": "/"}), Call("find", {})] * (what == "long names")
+    episode = task.episode()
+    for call in start + [Call("mkdir", {"dir_name": "a0"})] + double + end:
+        figures = {}
+        with fuzz.watching("run", figures):
+            episode.step([call])
+        assert figures["run"][0] < fuzz.SECONDS and figures["run"][1] < fuzz.MEGABYTES, (call.name, figures)
+    assert episode.broken and "cycle or too large" in "".join(message["content"] for message in episode.messages)
+
+
+@needs_bfcl
+def test_bfcl_sets_in_error_texts_are_sorted():
+    """Two official errors list a set: in hash order, which PYTHONHASHSEED changes, unless we sort what they list."""
+    for owner, name, arguments, text in (
+            ("TravelAPI", "book_flight", {"access_token": "t", "card_id": "c", "travel_date": "2024-01-01", "travel_from": "SFO",
+                                          "travel_to": "LAX", "travel_class": "cargo"}, "Must be one of {'business', 'economy', 'first'}"),
+            ("TicketAPI", "edit_ticket", {"ticket_id": 1, "updates": {key: 1 for key in "zebra"}}, "update: a, b, e, r, z")):
+        task = dataclasses.replace(bfcl_with(owner), withheld={}, offered=[name])
+        episode = task.episode()
+        if owner == "TravelAPI":
+            episode.objects[owner].access_token, episode.objects[owner].token_expires_in = "t", 9
+            episode.objects[owner].credit_card_list = {"c": {"balance": 1}}
+        else:
+            episode.objects[owner].ticket_queue = [{"id": 1, "status": "Open"}]
+        assert text in json.loads(*episode.step([Call(name, arguments)]))["error"]
 
 
 @needs_bfcl
@@ -1551,9 +1584,29 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
     assert kinds[Call] > 100 and kinds[CallError] > 1000 and not list(tmp_path.iterdir())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert parse_calls("[f(a=1if 1 else 2), f(a='\\d')]") == [CallError("arguments of f must be literals"), Call("f", {"a": "\\d"})]
+        assert parse_calls("[f(a=1if 1 else 2), f(a='\\d')]") == [CallError("arguments of f must be literals, each given once"), Call("f", {"a": "\\d"})]
     assert isinstance(parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}")[0], CallError)
     assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 400 + "}}") == [Call("f", {"a": int("9" * 400)})]
+
+
+def test_tokens_an_argument_that_is_given_twice_is_an_error():
+    """Which of the two values is meant? Python's own parsers silently take the last one."""
+    for text in ("[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '{"name": "f", "parameters": {"a": 1, "a": 2}}', '[{"name": "f", "name": "g"}]',
+                 '<tool_call>{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}</tool_call>'):
+        error, = parse_calls(text)
+        assert isinstance(error, CallError), text
+    assert parse_calls("[f(a=1, b=1)]") == [Call("f", {"a": 1, "b": 1})]
+
+
+def test_tokens_reading_takes_linear_time():
+    """json counts the lines before each of its errors: thousands of broken blocks in a megabyte would take minutes."""
+    for unit in ("<tool_call></tool_call>", '<tool_call>["</tool_call>', '{"name":1};', "[f(),", '<tool_call>{"a":' + "[" * 900):
+        for text in (unit * (tokens.MAX_MESSAGE // len(unit)), unit * (10**6 // len(unit))):
+            figures = {}
+            with fuzz.watching("read", figures):
+                calls = parse_calls(text)
+            assert figures["read"][0] < 0.1 and calls, (unit, len(text), figures)
+    assert "longer" in calls[0].message and parse_calls("a" * tokens.MAX_MESSAGE) == []
 
 
 def test_tokens_special_tokens_are_not_dropped_before_parsing():
@@ -1567,6 +1620,128 @@ def test_tokens_special_tokens_are_not_dropped_before_parsing():
     own = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
     assert set(own) < set(ids) and all(tokenizer.added_tokens_decoder[token].special for token in own)
     assert parse_calls(renderer.text(ids)) == [Call("f", {"a": 1})]
+
+
+# =====================================================================================================================
+# fuzz.py
+# =====================================================================================================================
+
+both_envs = pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
+
+
+@both_envs
+def test_fuzz_model_output_cannot_hurt(env):
+    """The short version of `python fuzz.py`, whose docstring says what is tried and what must hold."""
+    found = fuzz.attack(env, 3000, seed=1)
+    assert not found["failures"] and found["outputs"] == 3000 and found["ran"] > 500, found["failures"][:3]
+
+
+def dispatch_anything(self, call):
+    """A dispatcher that trusts the model: any attribute of any object, whatever its name."""
+    for instance in self.objects.values():
+        if isinstance(call, Call) and call.name and hasattr(instance, call.name):
+            try:
+                return json.dumps(getattr(instance, call.name)(**call.arguments), default=str)
+            except Exception as error:
+                return envs.error_text(error)
+    return envs.error_text("no such tool")
+
+
+def evaluating(text):
+    """A reader that evaluates what looks like a list of calls."""
+    try:
+        found = eval(text, {"__builtins__": {}}, collections.defaultdict(lambda: lambda **arguments: CallError("x")))
+        return list(found) if isinstance(found, list) else []
+    except BaseException:
+        return []
+
+
+def then(change):
+    """A method that also does something else: change(self, argument) before it runs."""
+    return lambda method: lambda self, argument="": (change(self, argument), method(self, argument))[1]
+
+
+def trip(self, call):
+    if isinstance(call, Call) and call.name not in self.table:
+        raise KeyError(call.name)
+
+
+@both_envs
+@pytest.mark.parametrize("letter, name, broken", [
+    ("c", "run", lambda run: dispatch_anything), ("c", "step", then(lambda self, calls: self.available.update(*self.task.withheld.values()))),
+    ("d", "parse_calls", lambda parse: evaluating), ("d", "run", then(lambda self, call: os.environ.update(FUZZ=str(time.time())))),
+    ("d", "run", then(lambda self, call: setattr(decimal.getcontext(), "prec", decimal.getcontext().prec + 1))), ("a", "run", then(trip)),
+    ("b", "step", lambda step: lambda self, calls: step(self, calls)[:2]), ("b", "run", lambda run: lambda self, call: run(self, call) + "\ud800"),
+    ("f", "next_turn", lambda method: lambda self, said="": {"role": "user", "content": "more"})],
+    ids=["any attribute", "nothing withheld", "eval", "environment", "precision", "raises", "results lost", "half characters", "endless"])
+def test_fuzz_sees_what_is_broken(monkeypatch, env, letter, name, broken):
+    """Each property is violated once, by code that is broken on purpose."""
+    target = fuzz if name == "parse_calls" else {"sim": envs, "bfcl": bfcl}[env].Episode
+    tasks = (sim_tasks(categories=("miss_func",)) if env == "sim" else bfcl.load_tasks(["miss_func"], part="all"))[::13]
+    monkeypatch.setattr(fuzz, "attack", functools.partial(fuzz.attack, env, 120, 2, tasks))
+    monkeypatch.setattr(reward, "replay", lambda task: task.episode())              # golden replays would stumble first
+    monkeypatch.setattr(target, name, broken(getattr(target, name)))
+    monkeypatch.setenv("FUZZ", "")
+    with decimal.localcontext():
+        failures = fuzz.attack()["failures"]
+    assert any(f"{letter}: " in what for _, what in failures), failures[:5]
+
+
+@pytest.mark.parametrize("change", [lambda self, call: sum(range(2 * 10**7)), lambda self, call: len([0] * 10**8)], ids=["time", "memory"])
+def test_fuzz_sees_what_takes_too_much(monkeypatch, change):
+    monkeypatch.setattr(envs.Episode, "run", then(change)(envs.Episode.run))
+    figures = fuzz.play("sim", sim_tasks(1)[0], ["[f()]"], fuzz.signatures_of("sim"))[2]
+    assert "e: run" in dict(fuzz.too_much(figures))[0]
+
+
+@needs_bfcl
+def test_fuzz_sees_calls_without_bounds(monkeypatch):
+    monkeypatch.setattr(bfcl, "LIMITS", {})
+    calls = [Call("logarithm", {"value": 7, "base": 3, "precision": 20000}), Call("round_number", {"number": 1, "decimal_places": 1})]
+    task = dataclasses.replace(bfcl_with("MathAPI"), withheld={}, offered=["logarithm", "round_number"])
+    figures = fuzz.play("bfcl", task, [tokens.python_calls(calls)], fuzz.signatures_of("bfcl"))[2]
+    assert "e: run" in dict(fuzz.too_much(figures))[0]
+
+
+def fuzz_digest(env, outputs=600):
+    """A hash over all results and states of golden replays (bfcl: all 800 tasks) and of a run of the fuzzer."""
+    tasks = sim_tasks(200) if env == "sim" else bfcl.load_tasks(part="all")
+    digest = hashlib.sha256()
+    for task in tasks:
+        spoilt = [[call, call._replace(name="x"), call._replace(arguments={**call.arguments, "x": 1}), Call(call.name, {key: "x" for key in call.arguments})]
+                  for calls in task.golden for call in calls]
+        episode = reward.replay(task, spoilt)
+        digest.update(repr((episode.messages, getattr(episode, "broken", False) or episode.state())).encode())
+    return digest.hexdigest(), fuzz.attack(env, outputs, seed=3)["digest"]
+
+
+def test_fuzz_results_are_the_same_in_every_process():
+    there = ["sim", "bfcl"] if importlib.util.find_spec("bfcl_eval") else ["sim"]
+    code = f"import test_all; print([test_all.fuzz_digest(env) for env in {there}])"
+    digests = {subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent,
+                              env={**os.environ, "PYTHONHASHSEED": seed}).stdout.strip() for seed in ("1", "2")}
+    assert len(digests) == 1
+
+
+@every_style
+def test_fuzz_text_from_outside_stays_text(name):
+    """Conversations full of control tokens, their halves, marks and fake turns: the control tokens and masks of harmless ones."""
+    assert fuzz.injection(style(name), 200, seed=5) == []
+
+
+@every_style
+@pytest.mark.parametrize("what", ["guard", "keys", "half characters"])
+def test_fuzz_sees_a_renderer_that_lets_control_text_in(monkeypatch, name, what):
+    renderer = copy.copy(style(name))
+    if what == "guard":
+        monkeypatch.setattr(renderer, "guard", lambda text: text, raising=False)
+    elif what == "keys":
+        if renderer.own_block:
+            pytest.skip("all of the block is guarded at once")
+        monkeypatch.setattr(renderer, "_guard_all", lambda data: data)
+    else:
+        monkeypatch.setattr(renderer, "encode", lambda text: renderer.tokenizer(text)["input_ids"])
+    assert fuzz.injection(renderer, 100, seed=5)
 
 
 # =====================================================================================================================

@@ -29,6 +29,7 @@ SLOT = "\ue001"                    # stands for the assistant's text while the t
 PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
 JSON_NAMES = {"true": True, "false": False, "null": None}
 MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
+MAX_MESSAGE = 50_000               # characters of a message: json counts the lines before each of its errors, which is quadratic
 
 FULL_BLOCK = """You can call functions. Their signatures, one JSON schema a line, stand within <tools></tools>:
 <tools>
@@ -40,6 +41,7 @@ To call a function, answer with a JSON object within <tool_call></tool_call>, on
 </tool_call>
 When nothing is left to call in this turn, answer in words."""
 COMPACT_BLOCK = "Functions:\n{tools}"
+NOT_JSON = "the call is not valid JSON, or has a key twice"
 HANDED_OVER = "\n\nFunctions now available:\n"
 FRAME = "system\nuser\nassistant\ntool\n" + COMPACT_BLOCK + HANDED_OVER      # all that the compact style puts around content
 
@@ -56,7 +58,15 @@ def _refuse_constant(name):
     raise ValueError(f"{name} is not JSON")
 
 
-_json = json.JSONDecoder(parse_constant=_refuse_constant)
+def _object(pairs):
+    """A decoded object or dict; ValueError where a key stands twice: which of the two values is meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+_json = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
 
 
 def _as_call(value) -> Call | CallError:
@@ -81,7 +91,7 @@ def _literal(node):
     if isinstance(node, (ast.List, ast.Tuple)):
         return [_literal(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values)}
+        return _object([(_literal(key), _literal(value)) for key, value in zip(node.keys, node.values)])
     raise ValueError("not a literal")
 
 
@@ -91,9 +101,9 @@ def _python_call(node) -> Call | CallError:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return CallError(f"name every argument of {node.func.id[:80]}, as in {node.func.id[:80]}(argument=1)")
     try:
-        return Call(node.func.id, {keyword.arg: _literal(keyword.value) for keyword in node.keywords})
+        return Call(node.func.id, _object([(keyword.arg, _literal(keyword.value)) for keyword in node.keywords]))
     except (ValueError, TypeError):
-        return CallError(f"arguments of {node.func.id[:80]} must be literals")
+        return CallError(f"arguments of {node.func.id[:80]} must be literals, each given once")
 
 
 def _json_sequence(text: str, position: int) -> list[Call | CallError]:
@@ -103,7 +113,7 @@ def _json_sequence(text: str, position: int) -> list[Call | CallError]:
         try:
             value, position = _json.raw_decode(text, position)
         except (ValueError, RecursionError):
-            return calls + [CallError("the call is not valid JSON")]
+            return calls + [CallError(NOT_JSON)]
         calls.append(_as_call(value))
         while position < len(text) and text[position] in " \t\r\n;,":
             position += 1
@@ -121,7 +131,7 @@ def _blocks(text: str) -> list[Call | CallError]:
             value, position = _json.raw_decode(text, start)
             calls.append(_as_call(value))
         except (ValueError, RecursionError):
-            calls.append(CallError("the call is not valid JSON"))
+            calls.append(CallError(NOT_JSON))
             end = text.find("</tool_call>", start)
             position = end if end >= 0 else len(text)
     return calls
@@ -153,6 +163,8 @@ def parse_calls(text: str) -> list[Call | CallError]:
     What looks like a call and cannot be read becomes a CallError, which the environment answers with an error result.
     Never raises and never evaluates: JSON decoder and syntax tree only.
     """
+    if len(text) > MAX_MESSAGE:
+        return [CallError(f"the message is longer than {MAX_MESSAGE} characters")]
     bare = text.strip().removeprefix("<|python_tag|>").strip()
     calls = _json_sequence(bare, 0) if bare.startswith("{") else _call_list(bare) if bare.startswith("[") else []
     readable = calls and not any(isinstance(call, CallError) for call in calls)
@@ -183,7 +195,7 @@ def _python_value(value) -> str:
 def python_calls(calls, guard=str) -> str:
     """Calls as [name(argument= value), ...], the style of the compact block."""
     # every value follows a blank, as it does in the user's sentence: copied words then have the same ids
-    return "[" + ", ".join(guard(call.name) + "(" + ", ".join(f"{key}= {guard(_python_value(value))}"
+    return "[" + ", ".join(guard(call.name) + "(" + ", ".join(f"{guard(key)}= {guard(_python_value(value))}"
                                                        for key, value in call.arguments.items()) + ")" for call in calls) + "]"
 
 
@@ -276,14 +288,14 @@ class Renderer:
     def _guard_all(self, data):
         """Plain data with every string guarded: schemas that the template itself turns into text."""
         if isinstance(data, dict):
-            return {key: self._guard_all(value) for key, value in data.items()}
+            return {self.guard(key): self._guard_all(value) for key, value in data.items()}
         return [self._guard_all(item) for item in data] if isinstance(data, list) else \
             self.guard(data) if isinstance(data, str) else data
 
     def encode(self, text: str) -> list[int]:
-        """Rendered text -> ids: control tokens by name, all else as plain text, marks removed."""
+        """Rendered text -> ids: control tokens by name, all else as plain text, marks removed, half characters as '?'."""
         ids = []
-        for piece in self._cuts.split(text):
+        for piece in self._cuts.split(text.encode("utf-8", "replace").decode()):
             if piece in self._control:
                 ids.append(self._control[piece])
             elif piece and piece != MARK:
