@@ -3,7 +3,7 @@ without them. Numbers such as trl#5224 name the public report of the fault that 
 (tf: huggingface/transformers, trl: huggingface/trl, and so on).
 
 Order: envs.py and reward.py, bfcl.py, tokens.py, model.py, sampler.py, grpo.py and rcgrpo.py, evaluate.py and sft.py,
-the command line, a real model on the real benchmark.
+the command line, theory.py, a real model on the real benchmark.
 """
 import collections
 import copy
@@ -48,6 +48,7 @@ import reward
 import run
 import sampler as sampling
 import sft
+import theory
 import tokens
 from envs import CATEGORIES, TABLE, Call, CallError
 from sampler import Sampler
@@ -3231,6 +3232,135 @@ def test_cli_interrupt_of_a_process(here, school_run):
     assert len(lines(partial / "metrics.jsonl")) == done and "Traceback" not in errors
     rcgrpo.main([*command[2:], "--steps", str(done + 1), "--resume"])
     assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
+
+
+# =====================================================================================================================
+# theory.py: every check passes, and none of them does when what it checks is broken
+
+THEORY = theory.Options(samples=2000, seeds=6)
+
+
+def theory_fails(check, *more) -> list[str]:
+    """Statements of the lines that fail."""
+    return [line.statement for line in check(THEORY, *more) if not line.holds]
+
+
+def honest_advantages(rewards, eps=1e-4, unbiased=False, exact_zeros=True, centred=True):
+    """group_advantages once more, with what can be done wrong in it."""
+    rewards = torch.as_tensor(rewards, dtype=torch.float32)
+    advantages = (rewards - rewards.mean(1, keepdim=True) * centred) / (rewards.std(1, unbiased=unbiased, keepdim=True) + eps)
+    return advantages.masked_fill(rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True), 0.0) if exact_zeros else advantages
+
+
+def honest_loss(logp, old, ref, advantages, mask, clip, beta, weights=None, sign=1.0):
+    """clipped_loss without its clip, and with the KL's log-ratio the wrong way round if sign is -1."""
+    weights = torch.full_like(advantages, 1 / int(mask.sum())) if weights is None else weights
+    objective = (logp - old).exp() * advantages[:, None]
+    if ref is not None:
+        objective = objective - beta * ((sign * (ref - logp)).expm1() - sign * (ref - logp))
+    return -(weights[:, None] * objective * mask).sum(), {}
+
+
+@pytest.mark.parametrize("check", theory.CHECKS, ids=lambda check: check.__name__)
+def test_theory_holds(check):
+    lines_ = list(check(THEORY))
+    assert len(lines_) >= 4 and all(line.holds for line in lines_), [line for line in lines_ if not line.holds]
+    assert any(line.measured != 0 for line in lines_)
+
+
+def test_theory_remark_holds():
+    assert theory_fails(theory.remark, {}) == []
+
+
+BROKEN = {                                               # what is broken -> (module, name, stand-in), the checks that must notice
+    "sample deviation": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps, unbiased=True)),
+                         ("vanishing", "near_collapse", "variance", "stratified", "what_variance_teaches")),
+    "rounding noise over eps_stab": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps, exact_zeros=False)), ("collapse",)),
+    "no baseline": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps, exact_zeros=False, centred=False)),
+                    ("collapse", "vanishing", "near_collapse", "what_variance_teaches")),
+    "large eps_stab": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps + 0.1)),
+                       ("vanishing", "near_collapse", "variance", "stratified", "what_variance_teaches")),
+    "no clip": ((grpo, "clipped_loss", honest_loss), ("near_collapse",)),
+    "KL the wrong way round": ((grpo, "clipped_loss", lambda *a, **k: honest_loss(*a, **k, sign=-1.0)), ("collapse",)),
+    "loss over twice the tokens": ((grpo, "loss_weights", lambda lengths, norm: 0.5 / (len(lengths) * lengths.float())),
+                                   ("vanishing", "near_collapse", "what_variance_teaches")),
+    "token ignored": ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[HIGH] * size] * groups), ("variance", "stratified")),
+    "one token a group": ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[[LOW, HIGH][i < p * groups]] * size for i in range(groups)]),
+                          ("variance", "stratified")),
+    "stratified tokens drawn i.i.d.": ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed, real=rcgrpo.draw_tokens: real(groups, size, p, "iid", seed)),
+                                       ("stratified",)),
+    "log-probs of the token before": ((policy, "token_logprobs", lambda m, ids, mask, t=1.0, real=policy.token_logprobs: real(m, ids.roll(1, 1), mask, t)), ("lemma",)),
+    "log-probs at another temperature": ((policy, "token_logprobs", lambda m, ids, mask, t=1.0, real=policy.token_logprobs: real(m, ids, mask)), ("lemma",))}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_theory_notices(monkeypatch, what):
+    (module, name, stand_in), noticed = BROKEN[what]
+    monkeypatch.setattr(module, name, stand_in)
+    assert [check.__name__ for check in theory.CHECKS if check.__name__ in noticed and theory_fails(check)] == list(noticed)
+
+
+def test_theory_remark_notices(monkeypatch):
+    monkeypatch.setattr(rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[HIGH] * size] * groups)
+    assert any("shortcut" in statement for statement in theory_fails(theory.remark, {}))
+    monkeypatch.undo()
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, eps=1e-4: torch.zeros_like(rewards))
+    assert theory_fails(theory.remark, {})
+
+
+def theory_run(folder, per_row=True, high=0.8, low=0.2, G=8, twist=0.0):
+    """A made-up run folder: 3 steps of 40 groups, tokens drawn per row or (a known fault) per group."""
+    rng, rows = random.Random(0), []
+    for step in range(1, 4):
+        for group in range(40):
+            drawn = rcgrpo.draw_tokens(1, G, 0.5, "iid", (step, group))[0] if per_row else [[HIGH, LOW][group % 2]] * G
+            rewards = [float(rng.random() < (high if token == HIGH else low)) for token in drawn]
+            advantages = grpo.group_advantages([rewards], 1e-4)[0].tolist()
+            rows += [{"step": step, "group": group, "goal": "high" if token == HIGH else "low", "reward": r, "advantage": a + twist}
+                     for token, r, a in zip(drawn, rewards, advantages)]
+    folder.mkdir()
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.json").write_text(json.dumps({"options": {"group": G, "p_high": 0.5, "how": "iid", "eps_stab": 1e-4}}))
+    return theory.Options(run=str(folder))
+
+
+def test_theory_next_to_made_up_runs(tmp_path):
+    def fails(name, **faults):
+        return [line.statement for line in theory.from_run(theory_run(tmp_path / name, **faults), {}) if not line.holds]
+    assert fails("honest") == []
+    assert fails("certain", high=1.0, low=0.0) == []                                     # the bound is tight
+    assert "Run: E[sigma^2]" in fails("one token a group", per_row=False, high=1.0, low=0.0)         # and data can violate it
+    assert fails("another advantage", twist=0.01) == ["Run: recorded advantages, |difference|"]
+
+
+def test_theory_next_to_a_real_run(here, capsys, school_run, monkeypatch):
+    rl(school_run, "--steps", "2", "--save_every", "2")
+    monkeypatch.setattr(theory, "CHECKS", ())
+    theory.main(["--run", "runs/rcgrpo", "--tasks", "8", "--seeds", "3", "--out", "theory.png"])
+    printed = capsys.readouterr().out
+    assert "Run: E[sigma^2]" in printed and "cosine of the modes' gradients, end" in printed and " 0 failed" in printed
+    assert Path("theory.png").stat().st_size > 10_000
+
+
+def test_theory_exits_1_when_a_check_fails(here, monkeypatch, capsys):
+    monkeypatch.setattr(theory, "CHECKS", (theory.collapse,))
+    monkeypatch.setattr(theory, "remark", lambda o, curves: curves.update({name: (torch.zeros(2, 1, 2),) * 2 for name in theory.SETTINGS}) or [])
+    theory.main(["--out", "a.png"])
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, eps=1e-4: honest_advantages(rewards, eps, exact_zeros=False))
+    with pytest.raises(SystemExit) as stopped:
+        theory.main(["--out", "a.png"])
+    assert stopped.value.code == 1 and "FAILS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--groups", "1"], "at least 2"), (["--groups", "4,x"], "whole numbers"), (["--p_high", "1.5"], "between 0 and 1"),
+    (["--p_high", "half"], "between 0 and 1"), (["--run", "nowhere"], "episodes.jsonl"), (["--seeds", "1"], "--seeds 2")])
+def test_theory_mistakes_are_one_line(here, monkeypatch, capsys, argv, says):
+    stumble_line = stumble(monkeypatch, capsys, theory, *argv)
+    assert says in stumble_line
+    Path("sft").mkdir()
+    Path("sft/episodes.jsonl").write_text('{"task": "a", "success": 1}\n')
+    assert "line 1" in stumble(monkeypatch, capsys, theory, "--run", "sft")
 
 
 # =====================================================================================================================
