@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import datetime
 import decimal
+import errno
 import functools
 import gc
 import hashlib
@@ -20,6 +21,8 @@ import math
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +40,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+import ablate
 import bfcl
 import envs
 import evaluate
@@ -48,6 +52,7 @@ import reward
 import run
 import sampler as sampling
 import sft
+import state
 import theory
 import tokens
 from envs import CATEGORIES, TABLE, Call, CallError
@@ -2872,9 +2877,9 @@ def test_sft_teaches():
 SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24", "--max_messages", "4",
          "--tools", "4", "--calls", "1", "--device", "cpu"]
 METRICS = {"step", "reward", "zero_variance", "advantage_gap", "entropy", "calls_per_turn", "truncated", "sampled_tokens", "loss", "kl",
-           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "lr", "sample_seconds", "update_seconds", "tok_s"}
+           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "skipped", "lr", "sample_seconds", "update_seconds", "tok_s"}
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
-TIMES = ("sample_seconds", "update_seconds", "tok_s")
+TIMES = {"sample_seconds", "update_seconds", "tok_s", "seconds"}
 
 
 @pytest.fixture(scope="module")
@@ -2889,11 +2894,11 @@ def school_run(tmp_path_factory):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty working directory; the handler of Ctrl-C as it was afterwards."""
+    """An empty working directory. The handlers of signals are the same afterwards, however the programs ended."""
     monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield tmp_path
-    signal.signal(signal.SIGINT, handler)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def lines(path):
@@ -3013,7 +3018,7 @@ def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
             assert sorted(row["goal"] for row in group) == (["high", "high", "low", "low"] if name == "rcgrpo" else ["none"] * 4)
         assert len({row["task"] for row in episodes}) == 4
         config = json.loads(Path(f"runs/{name}/config.json").read_text())
-        assert set(config["hashes"]) == {"code", "data", "prompt"} and config["hashes"]["code"] == run.code_hash()
+        assert set(config["hashes"]) == {"code", "data", "prompt", "policy"} and config["hashes"]["code"] == run.code_hash()
         assert config["tasks"]["tools"] == 4 and config["builtin"], "the tasks are those of the run before"
         model, tokenizer = policy.load_policy(f"runs/{name}/checkpoint")
         assert Renderer(tokenizer).schemas == "compact"
@@ -3059,36 +3064,81 @@ def test_cli_lora_from_stage_to_stage(here, capsys, school_run):
     assert rows[-1]["loss"] < rows[0]["loss"] and lines("runs/rcgrpo/metrics.jsonl")[0]["kl"] == 0 < lines("runs/rcgrpo/metrics.jsonl")[1]["kl"]
 
 
-def test_cli_interrupted_sft_keeps_what_it_has(here, monkeypatch, capsys, school_run):
-    scored, calls = sft.token_logprobs, itertools.count(1)
-
-    def until_the_third(*args):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return scored(*args)
-    monkeypatch.setattr(sft, "token_logprobs", until_the_third)
-    with pytest.raises(SystemExit) as end:
-        sft.main(["--model", school_run, "--schemas", "compact", "--demos", "8", "--batch", "4", "--warmup", "0", *SMALL[4:]])
-    assert end.value.code == 130 and "runs/rctp.partial" in capsys.readouterr().out and not Path("runs/rctp").exists()
-    assert len(lines("runs/rctp.partial/metrics.jsonl")) == 2
-    saved, before = (policy.load_policy(f"{folder}/checkpoint")[0].lm_head.weight for folder in ("runs/rctp.partial", school_run))
-    assert not torch.equal(saved, before)
+def without_times(name):
+    """The steps of a run folder, for comparison."""
+    rows = lines(f"{name}/metrics.jsonl")
+    assert all(row[key] > 0 for row in rows for key in TIMES & set(row)) and TIMES & set(rows[0])
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-def rl(school_run, *argv, module=rcgrpo, stop=None, crash=None, monkeypatch=None):
-    """A short RL run on the school's tasks. stop: Ctrl-C during this step; crash: an exception in it."""
-    tasks, describe, step = school()[0], grpo.describe, itertools.count(1)
+def assert_same_runs(a, b, steps):
+    assert without_times(a) == without_times(b) and len(without_times(a)) == steps
+    assert weights_of(a) == weights_of(b)
+    for name in ("episodes.jsonl", "before.json", "after.json"):
+        assert (Path(a) / name).exists() == (Path(b) / name).exists()
+        assert not (Path(a) / name).exists() or (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes()
+    assert not Path(f"{b}.partial").exists() and not {"states", "lock"} & set(os.listdir(b)), "a finished run keeps no states"
 
-    def watched(*args):
-        now = int(next(step))
-        if now == stop:
-            os.kill(os.getpid(), signal.SIGINT)
-        if now == crash:
-            raise MemoryError
-        return describe(*args)
+
+def scramble():
+    """All global generators elsewhere: nothing may depend on them."""
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+
+
+def at_call(number, act):
+    """A stand-in for a function: acts at this call of it, then is the function."""
+    calls = itertools.count(1)
+
+    def wrap(function):
+        def watched(*args, **kwargs):
+            if next(calls) == number:
+                act()
+            return function(*args, **kwargs)
+        return watched
+    return wrap
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def fine_tune(school_run, *argv):
+    """A short RCTP-FT on the school's policy: 12 steps."""
+    sft.main(["--model", school_run, "--schemas", "compact", "--demos", "8", "--batch", "4", "--warmup", "2", *SMALL[4:], *argv])
+
+
+@pytest.mark.parametrize("how", ["stop", "terminate", "crash", "crash before the first state", "stop with LoRA"])
+def test_cli_sft_resume_is_exact(here, capsys, school_run, how, monkeypatch):
+    """12 steps are 5 + 7, bit for bit, whatever the global generators say."""
+    same = ["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else []
+    fine_tune(school_run, *same, "--out", "runs/whole")
+    rest, status = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"], 0 if how == "terminate" else 130
+    act = (lambda: 1 / 0) if "crash" in how else send(signal.SIGTERM if how == "terminate" else signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, "token_logprobs", at_call(5, act)(sft.token_logprobs))
+        with pytest.raises(ZeroDivisionError if "crash" in how else SystemExit) as end:
+            fine_tune(school_run, *rest)
+    if "crash" not in how:
+        assert end.value.code == status and "stopped after step 5; saved in runs/part.partial/. Go on with: python sft.py --resume" in capsys.readouterr().out
+        assert not torch.equal(*(policy.load_policy(f"{folder}/checkpoint")[0].lm_head.weight for folder in ("runs/part.partial", school_run)))
+    scramble()
+    fine_tune(school_run, *rest, "--resume")
+    said = "there is no saved state: starting from step 0" if "before" in how else f"going on after step {4 if how == 'crash' else 5}"
+    assert said in capsys.readouterr().out
+    assert_same_runs("runs/whole", "runs/part", 12)
+
+
+def rl(school_run, *argv, module=rcgrpo, stop=None, crash=None, number=signal.SIGINT):
+    """A short RL run on the school's tasks. stop: a signal during this step; crash: an exception in it."""
+    tasks, describe = school()[0], grpo.describe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
-        patch.setattr(grpo, "describe", watched)
+        if stop:
+            patch.setattr(grpo, "describe", at_call(stop, send(number))(describe))
+        if crash:
+            patch.setattr(grpo, "describe", at_call(crash, lambda: 1 / 0)(describe))
         module.main(["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", *argv])
 
 
@@ -3096,39 +3146,341 @@ def weights_of(folder):
     return (Path(folder) / "checkpoint/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("how", ["stop", "crash", "crash before the first checkpoint", "crash while saving", "stop with LoRA", "crash with LoRA"])
+@pytest.mark.parametrize("how", ["stop", "crash", "crash before the first state", "crash while saving", "stop with LoRA", "crash with LoRA", "terminate"])
 def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
-    """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280): after Ctrl-C, after a crash
-    between two checkpoints, before the first one, or in the middle of writing one; with LoRA the merged checkpoint is not
-    what goes on."""
+    """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280), whatever the global generators say:
+    after Ctrl-C, after a crash between two states, before the first one, or in the middle of writing one; with LoRA the merged
+    checkpoint is not what goes on. The KL shows that the reference is the starting policy again."""
     same = ["--steps", "4", "--beta", "0.05", *(["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else [])]
     rl(school_run, *same, "--out", "runs/whole")
     rest = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"]
-    if "stop" in how:
+    if "stop" in how or how == "terminate":
         with pytest.raises(SystemExit) as end:
-            rl(school_run, *rest, stop=2)
-        assert end.value.code == 130
+            rl(school_run, *rest, stop=2, number=signal.SIGTERM if how == "terminate" else signal.SIGINT)
+        assert end.value.code == (0 if how == "terminate" else 130)
         assert "stopped after step 2; saved in runs/part.partial/. Go on with: python rcgrpo.py --resume and the same options" in capsys.readouterr().out
         assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and not Path("runs/part").exists()
+        assert weights_of("runs/part.partial") != weights_of(school_run), "what is there can be used"
     elif how == "crash while saving":
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, "save_file", lambda *_: 1 / 0)
+            patch.setattr(state, "write_tensors", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 rl(school_run, *rest)
+        assert not list(Path("runs/part.partial/states").iterdir())
     else:
-        with pytest.raises(MemoryError):
+        with pytest.raises(ZeroDivisionError):
             rl(school_run, *rest, crash=4)
         assert len(lines("runs/part.partial/metrics.jsonl")) == 3
     if "LoRA" in how:
-        with pytest.raises(run.UserError, match="trained other weights"):
+        with pytest.raises(run.UserError, match="--lora_rank was 4 and is 0 now"):
             rl(school_run, *rest, "--lora_rank", "0", "--resume")
+    scramble()
     rl(school_run, *rest, "--resume")
-    whole, part = lines("runs/whole/metrics.jsonl"), lines("runs/part/metrics.jsonl")
-    for row in whole + part:
-        assert all(row.pop(name) > 0 for name in TIMES)
-    assert whole == part and len(whole) == 4 and sum(row["grad_norm"] > 0 for row in whole) >= 3
-    assert lines("runs/whole/episodes.jsonl") == lines("runs/part/episodes.jsonl")
-    assert weights_of("runs/whole") == weights_of("runs/part") != weights_of(school_run) and not Path("runs/part.partial").exists()
+    assert_same_runs("runs/whole", "runs/part", 4)
+    assert weights_of("runs/whole") != weights_of(school_run)
+    rows = lines("runs/whole/metrics.jsonl")
+    assert sum(row["grad_norm"] > 0 for row in rows) >= 3 and rows[0]["kl"] < 1e-6 < rows[3]["kl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("play", [1, 2])
+def test_cli_stops_in_an_evaluation(here, capsys, school_run, monkeypatch, play, number):
+    """A signal there does not wait; the resumed run evaluates again, with the steps it had."""
+    rl(school_run, "--steps", "2", "--eval_tasks", "2", "--out", "runs/whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "play", at_call(play, send(number))(grpo.play))
+        with pytest.raises(SystemExit) as end:
+            rl(school_run, "--steps", "2", "--eval_tasks", "2", "--out", "runs/part")
+    assert end.value.code == (130 if number == signal.SIGINT else 0)
+    assert f"stopped after step {2 * (play - 1)}; saved in" in capsys.readouterr().out
+    monkeypatch.setattr(grpo, "update", at_call(3 - 2 * (play - 1), lambda: 1 / 0)(grpo.update))     # no step is done twice
+    rl(school_run, "--steps", "2", "--eval_tasks", "2", "--out", "runs/part", "--resume")
+    assert_same_runs("runs/whole", "runs/part", 2)
+
+
+def test_cli_a_second_interrupt_does_not_wait(here, capsys, school_run, monkeypatch):
+    monkeypatch.setattr(Sampler, "rollout", at_call(2, lambda: (send(signal.SIGINT)(), send(signal.SIGINT)()))(Sampler.rollout))
+    with pytest.raises(SystemExit) as end:
+        rl(school_run, "--steps", "3", "--save_every", "1")
+    assert end.value.code == 130 and "stopped after step 1" in capsys.readouterr().out and len(lines("runs/rcgrpo.partial/metrics.jsonl")) == 1
+
+
+def half_a_run(school_run, *argv):
+    """runs/part.partial, crashed in step 4, with states of steps 2 and 3."""
+    with pytest.raises(ZeroDivisionError):
+        rl(school_run, "--steps", "4", "--out", "runs/part", "--save_every", "1", *argv, crash=4)
+    assert sorted(os.listdir("runs/part.partial/states")) == ["00000002", "00000003"], "the last two are kept"
+    return Path("runs/part.partial")
+
+
+def spoil(kind, newest):
+    file = newest / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    if kind == "flipped":
+        data[-100] ^= 1
+        file.write_bytes(data)
+    elif kind == "cut":
+        file.write_bytes(data[:-4])
+    elif kind == "no checksum":
+        (newest / "SHA256SUMS").unlink()
+    elif kind == "empty checksum":
+        (newest / "SHA256SUMS").write_text("")
+    elif kind == "half-written":
+        newest.rename(newest.with_suffix(".tmp"))
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "no checksum", "empty checksum", "half-written", "no tensors", "all"])
+def test_cli_damaged_states_are_left_out(here, capsys, school_run, kind):
+    """The one before is taken, with a line that says so; without any the run starts again; the end is the same."""
+    rl(school_run, "--steps", "4", "--out", "runs/whole")
+    part = half_a_run(school_run)
+    sums = (part / "states/00000003/SHA256SUMS").read_text().split()
+    assert sums == [hashlib.sha256((part / "states/00000003/state.safetensors").read_bytes()).hexdigest(), "state.safetensors"]
+    for newest in ["00000003", "00000002"] if kind == "all" else ["00000003"]:
+        spoil("flipped" if kind == "all" else kind, part / "states" / newest)
+    capsys.readouterr()
+    rl(school_run, "--steps", "4", "--out", "runs/part", "--save_every", "1", "--resume")
+    out = capsys.readouterr().out
+    assert ("runs/part.partial/states/00000003 is damaged (" in out) == (kind != "half-written")
+    assert ("there is no saved state: starting from step 0" if kind == "all" else "going on after step 2") in out
+    assert_same_runs("runs/whole", "runs/part", 4)
+
+
+def test_state_files_are_safetensors(tmp_path):
+    """What save_state streams is what safetensors reads, empty and 0-dimensional tensors too."""
+    tensors = {"a": torch.randn(3, 5), "b.0": torch.tensor(7.0), "c": torch.randn(4, 6).t(), "d": torch.empty(0, 2)}
+    for step in (3, 11, 7):
+        state.save_state(tmp_path / "states", tensors, step)
+    assert sorted(os.listdir(tmp_path / "states")) == ["00000007", "00000011"]
+    step, found = state.newest_state(tmp_path / "states")
+    assert step == 11 and set(found) == set(tensors) and all(torch.equal(found[key], tensors[key]) and found[key].shape == tensors[key].shape for key in tensors)
+    assert state.newest_state(tmp_path / "nothing") == (0, {})
+
+
+def test_cli_half_written_lines(here, monkeypatch, capsys, school_run):
+    """The end of a line that a kill cut is dropped; any other broken line is named."""
+    rl(school_run, "--steps", "4", "--out", "runs/whole")
+    part = half_a_run(school_run)
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        whole = (part / name).read_text()
+        with open(part / name, "a") as file:
+            file.write(whole[:40])
+    bad = part.parent / "bad.partial"
+    shutil.copytree(part, bad)
+    rl(school_run, "--steps", "4", "--out", "runs/part", "--resume")
+    assert_same_runs("runs/whole", "runs/part", 4)
+    text = (bad / "episodes.jsonl").read_text().splitlines(keepends=True)
+    for broken in (text[1][:50] + "\n", "\n", "12\n", "\x00\x00\n"):
+        (bad / "episodes.jsonl").write_text("".join([text[0], broken, *text[2:]]))
+        with pytest.raises(run.UserError, match=r"bad.partial/episodes.jsonl: line 2 is no JSON object"):
+            rl(school_run, "--steps", "4", "--out", "runs/bad", "--save_every", "1", "--resume")
+    for reader in (lambda: theory.read_groups("runs/bad.partial"), lambda: ablate.read(bad, "episodes.jsonl")):
+        with pytest.raises(run.UserError, match="line 2 is no JSON object"):
+            reader()
+    (bad / "config.json").write_text("{")
+    assert "bad.partial/config.json is no JSON" in stumble(monkeypatch, capsys, rcgrpo, "--init", school_run, "--out", "runs/bad", "--resume")
+    assert run.to_line({"a": math.nan, "b": -math.inf, "c": 1.5, "d": None}) == '{"a": null, "b": null, "c": 1.5, "d": null}\n'
+
+
+def test_cli_resume_with_other_options(here, monkeypatch, capsys, school_run):
+    """What would make it another run is refused by name; what only costs or saves time and memory is not; more steps are the same run."""
+    rl(school_run, "--steps", "6", "--out", "runs/whole")
+    half_a_run(school_run)
+    same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4", "--out", "runs/part", "--resume"]
+    for change, says in ((["--lr", "1e-3"], "--lr was 0.0005 and is 0.001 now"), (["--seed", "5"], "--seed was 0 and is 5 now"), (["--p_high", "0.25"], "--p_high was 0.5"),
+                         (["--max_message", "20", "--clip", "0.3"], "--max_message was 24 and is 20 now; --clip was 0.2 and is 0.3 now"), (["--eval_tasks", "2"], "--eval_tasks")):
+        assert says in stumble(monkeypatch, capsys, rcgrpo, *same, *change)
+    assert "--stage was rcgrpo.py and is grpo.py now" in stumble(monkeypatch, capsys, grpo, *same)
+    assert "3 are done already" in stumble(monkeypatch, capsys, rcgrpo, *same, "--steps", "2")
+    other = shutil.copytree(school_run, here / "other")
+    model, tokenizer = policy.load_policy(str(other / "checkpoint"))
+    with torch.no_grad():
+        model.base_model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    config = Path("runs/part.partial/config.json")
+    was = config.read_text()
+    config.write_text(was.replace(school_run, str(other)))
+    policy.save_policy(model, tokenizer, other / "checkpoint")
+    assert "the weights of the starting policy changed" in stumble(monkeypatch, capsys, rcgrpo, *same[2:], "--init", other)
+    config.write_text(was.replace(json.loads(was)["hashes"]["code"], "0" * 16))
+    capsys.readouterr()
+    rl(school_run, *SMALL[:2], "--out", "runs/part", "--resume", "--steps", "6", "--rows", "3", "--token_budget", "100000", "--save_every", "7", "--max_skips", "3",
+       "--grad_checkpoint", "--device", "cpu", "--threads", "1")
+    assert "the program's files changed since the run began (code 0000000000000000, now " in capsys.readouterr().out
+    assert json.loads(Path("runs/part/config.json").read_text())["earlier_code"] == ["0" * 16]
+    for a, b in zip(without_times("runs/whole"), without_times("runs/part")):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+    assert len(without_times("runs/part")) == 6
+    assert "runs/part is finished, there is nothing to resume" in stumble(monkeypatch, capsys, rcgrpo, *same)
+    fine_tune(school_run, "--out", "runs/sft", "--epochs", "1", "--eval_tasks", "0")
+    assert "runs/sft is finished" in stumble(monkeypatch, capsys, sft, "--out", "runs/sft", "--resume")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(sft, "token_logprobs", at_call(3, lambda: 1 / 0)(sft.token_logprobs))
+        fine_tune(school_run, "--out", "runs/sft2", "--save_every", "1")
+    with pytest.raises(run.UserError, match="--epochs was 3 and is 4 now"):
+        fine_tune(school_run, "--out", "runs/sft2", "--epochs", "4", "--resume")
+
+
+def test_cli_one_process_a_folder(here, school_run, monkeypatch, capsys):
+    """A second one is refused, with and without --resume, and touches nothing; a lock file that a kill left behind does no harm."""
+    ready, told = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        with run.Run("runs/part", {"options": {}}) as mine:
+            mine.append("metrics.jsonl", {"step": 1})
+            os.write(ready[1], b"x")
+            os.read(told[0], 1)
+            os._exit(0)
+    os.read(ready[0], 1)
+    same = ["--init", school_run, *SMALL, "--eval_tasks", "0", "--steps", "1", "--out", "runs/part"]
+    before = {path: path.read_bytes() for path in Path("runs/part.partial").iterdir()}
+    config = Path("runs/part.partial/config.json")
+    for more in ([], ["--resume"]):
+        if more:
+            monkeypatch.setattr(run, "same_run", lambda *_: None)
+        assert "another process is at work in runs/part.partial" in stumble(monkeypatch, capsys, rcgrpo, *same, *more)
+        assert {path: path.read_bytes() for path in Path("runs/part.partial").iterdir()} == before and config.exists()
+    os.write(told[1], b"x")
+    os.waitpid(child, 0)
+    assert Path("runs/part.partial/lock").exists()
+    rcgrpo.main(same)
+    assert len(lines("runs/part/metrics.jsonl")) == 1
+
+
+def forked(function, limit=None) -> tuple[int, str]:
+    """function() in a child whose files end at `limit` bytes -> (exit status, what it printed)."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        status = 1
+        try:
+            function()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(write)
+    with open(read, errors="replace") as pipe:
+        text = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+@pytest.mark.parametrize("what", ["state", "checkpoint", "episodes"])
+def test_cli_full_disk(here, school_run, monkeypatch, what):
+    """Real write errors, from a limit on the size of files: one line, status 2, and once there is room the run goes on exactly.
+    state: the first good state stays and the next one fails; checkpoint: it is written by Rust, whose errors are of another kind."""
+    same = ["--steps", "4", *(["--lora_rank", "2", "--lora_targets", "q_proj", "--lr", "1e-2"] if what == "checkpoint" else [])]
+    rl(school_run, *same, "--out", "runs/whole")
+    monkeypatch.setattr(sys, "argv", ["rcgrpo.py"])
+    size = {"state": 10 ** 5, "checkpoint": Path(school_run, "checkpoint/model.safetensors").stat().st_size // 2,
+            "episodes": Path("runs/whole/episodes.jsonl").stat().st_size * 2 // 3}[what]
+    written = state.save_state
+    if what == "episodes":
+        monkeypatch.setattr(state, "save_state", lambda folder, tensors, step: written(folder, {"a": torch.zeros(1)}, step))
+    if what == "state":
+        with pytest.raises(ZeroDivisionError):
+            rl(school_run, *same, "--out", "runs/part", "--save_every", "1", crash=3)
+    code, text = forked(lambda: run.program(lambda: rl(school_run, *same, "--out", "runs/part", "--save_every", "1", *(["--resume"] if what == "state" else []))), size)
+    last = re.split("[\r\n]", text.strip())[-1]
+    assert code == 2 and "Traceback" not in text and last.startswith("error: cannot write in runs/part.partial: ") and "File too large" in last, text
+    assert last.endswith("make room, then go on with: python rcgrpo.py --resume and the same options")
+    states = {"state": ["00000001", "00000002"], "checkpoint": ["00000003", "00000004"], "episodes": None}[what]
+    assert states is None or sorted(os.listdir("runs/part.partial/states")) == states, "no rubbish is left"
+    if what == "episodes":
+        assert not (Path("runs/part.partial") / "episodes.jsonl").read_text().endswith("\n")
+        shutil.rmtree("runs/part.partial/states")
+    rl(school_run, *same, "--out", "runs/part", "--save_every", "1", "--resume")
+    assert_same_runs("runs/whole", "runs/part", 4)
+
+
+@pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT", "EROFS", "EACCES"])
+def test_cli_disks_that_cannot_be_written(here, school_run, monkeypatch, capsys, number):
+    """Whatever the disk says: one line. Also of programs without a run folder, and with other errors as they are."""
+    def no(*_, **__):
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), "some/file")
+    with monkeypatch.context() as patch:
+        patch.setattr(state.os, "replace", lambda a, b: no() if "states" in str(a) else os.rename(a, b))
+        error = stumble(patch, capsys, rcgrpo, "--init", school_run, *SMALL, "--eval_tasks", "0", "--steps", "2", "--save_every", "1", bars=True)
+        assert f"some/file: {os.strerror(getattr(errno, number))}" in error and "--resume" in error and not list(Path("runs/rcgrpo.partial/states").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", no)
+        assert "some/file" in stumble(patch, capsys, evaluate, school_run, "--n", "2", "--out", "a.jsonl", "--device", "cpu", bars=True)
+    with pytest.raises(FileNotFoundError):
+        run.program(lambda: open("nothing/there"))
+    assert run.disk_error(Exception("I/O error: No space left on device (os error 28)")) == "No space left on device"
+    assert run.disk_error(Exception("No such file (os error 2)")) is None is run.disk_error(run.UserError("x (os error 28)"))
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient", "reward"])
+def test_cli_steps_with_nan_are_left_out(here, monkeypatch, capsys, school_run, where):
+    """NaN in step 2: no weight and no moment changes, the step is counted, step 3 goes on; and so it is when the run is resumed between."""
+    def poison(patch, first):
+        if where == "loss":
+            loss, calls = grpo.clipped_loss, itertools.count(first)
+            patch.setattr(grpo, "clipped_loss", lambda *args: (loss(*args)[0] + (math.inf if next(calls) == 2 else 0), loss(*args)[1]))
+        elif where == "gradient":
+            norm, calls, steps = torch.linalg.vector_norm, itertools.count(first), policy.Optimizer.step
+
+            def step(self, *args):
+                if next(calls) == 2:
+                    self.params[3].grad[0] = math.nan
+                return steps(self, *args)
+            patch.setattr(policy.Optimizer, "step", step)
+        else:
+            reward_of, calls = grpo.trajectory_reward, itertools.count(16 * (first - 1))
+            patch.setattr(grpo, "trajectory_reward", lambda episode: SimpleNamespace(total=math.nan, state=0, action=0) if next(calls) == 17 else reward_of(episode))
+    same = ["--steps", "4", "--beta", "0.05", "--token_budget", "1000000", "--no-skip_flat", "--max_message", "40", "--save_every", "1"]
+    with monkeypatch.context() as patch:
+        poison(patch, 1)
+        rl(school_run, *same, "--out", "runs/whole")
+    rows = lines("runs/whole/metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 0] and rows[1]["grad_norm"] is None and rows[2]["grad_norm"] > 0
+    assert (rows[1]["reward"] is None) == (where == "reward") and (rows[1]["loss"] is None) == (where != "gradient")
+    for stop in (1, 2):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            poison(patch, 1)
+            rl(school_run, *same, "--out", "runs/part", stop=stop)
+        if stop == 2:
+            one, two = (load_file(f"runs/part.partial/states/0000000{step}/state.safetensors") for step in (1, 2))
+            assert all(torch.equal(one[key], two[key]) for key in one) and "exp_avg.0" in one
+        with monkeypatch.context() as patch:
+            poison(patch, 1 + stop)
+            rl(school_run, *same, "--out", "runs/part", "--resume")
+        assert_same_runs("runs/whole", "runs/part", 4)
+
+
+@pytest.mark.parametrize("module", [sft, rcgrpo])
+def test_cli_too_many_steps_with_nan(here, monkeypatch, capsys, school_run, module):
+    """After --max_skips in a row: one line, status 2, the weights of before are saved; a good step in between starts the count again."""
+    bad, calls = (3, 5, 6), itertools.count(1)
+    owner = sft if module is sft else grpo
+    real = policy.token_logprobs
+
+    def logprobs(model, *args):
+        if not torch.is_grad_enabled():
+            return real(model, *args)
+        return real(model, *args) * (math.nan if next(calls) in bad else 1)
+    monkeypatch.setattr(owner, "token_logprobs", logprobs)
+    same = ["--model", school_run, "--schemas", "compact", "--demos", "8", "--batch", "4", *SMALL[4:], "--max_skips", "2", "--token_budget", "1000000"]
+    if module is rcgrpo:
+        same = ["--init", school_run, *SMALL, "--eval_tasks", "0", "--no-skip_flat", "--max_skips", "2", "--token_budget", "1000000"]
+    error = stumble(monkeypatch, capsys, module, *same, "--out", "runs/part", bars=True)
+    assert "2 steps in a row gave NaN or infinity" in error and "lower --lr" in error and f"python {module.__name__}.py --resume" in error
+    rows = lines("runs/part.partial/metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 0, 1, 0, 1, 1] and os.listdir("runs/part.partial/states") == ["00000006"]
+    kept = policy.load_policy("runs/part.partial/checkpoint")[0]
+    assert all(weight.isfinite().all() for weight in kept.parameters()) and not torch.equal(kept.lm_head.weight, policy.load_policy(school_run + "/checkpoint")[0].lm_head.weight)
+    module.main([*same, "--out", "runs/part", "--resume", *(["--steps", "7"] if module is rcgrpo else [])])
+    assert [row["skipped"] for row in lines("runs/part/metrics.jsonl")[:7]] == [0, 0, 1, 0, 1, 1, 0]
 
 
 def no_memory(where):
@@ -3159,12 +3511,9 @@ def test_cli_out_of_memory(here, monkeypatch, capsys, school_run, where):
         error = stumble(patch, capsys, rcgrpo, *same, "--out", "runs/part", "--save_every", "1" if where == "optimizer" else "9", bars=True)
     assert "out of memory in a" in error and ("--rows" if where == "rollout" else "--token_budget or add --grad_checkpoint") in error
     assert "go on with: python rcgrpo.py --resume" in error and "runs/part.partial/" in error
-    assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and (Path("runs/part.partial") / "optimizer.safetensors").exists()
+    assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and sorted(os.listdir("runs/part.partial/states"))[-1:] == ["00000002"]
     rcgrpo.main([*same, "--out", "runs/part", "--resume", "--grad_checkpoint"])
-    whole, part = lines("runs/whole/metrics.jsonl"), lines("runs/part/metrics.jsonl")
-    for row in whole + part:
-        assert all(row.pop(key) > 0 for key in TIMES)
-    assert whole == part and len(whole) == 4 and weights_of("runs/whole") == weights_of("runs/part")
+    assert_same_runs("runs/whole", "runs/part", 4)
 
 
 def test_cli_out_of_memory_elsewhere(here, monkeypatch, capsys, school_run):
@@ -3175,7 +3524,7 @@ def test_cli_out_of_memory_elsewhere(here, monkeypatch, capsys, school_run):
     assert "runs/rctp.partial/" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True) and Path("runs/rctp.partial/checkpoint").exists()
     assert "go on with: python grpo.py --resume" in stumble(monkeypatch, capsys, grpo, "--init", school_run, *SMALL, bars=True)
     monkeypatch.setattr(sft, "token_logprobs", lambda *_: no_memory("update"))
-    assert "--token_budget, or add --grad_checkpoint or --lora_rank 16" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True)
+    assert "lower --token_budget or add --grad_checkpoint, then go on with: python sft.py --resume and the same options; or start again with --lora_rank 16" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True)
     monkeypatch.setattr(sft, "token_logprobs", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         run.program(lambda: sft.main(sft_flags))
@@ -3207,12 +3556,12 @@ def test_cli_cut_episodes_earn_nothing(here, school_run):
 def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
     Path("runs/a").mkdir(parents=True)
     Path("runs/a/old").write_text("")
-    unfinished = run.Run("runs/a", {"x": 1})
-    unfinished.append("metrics.jsonl", {"step": 1}, {"step": 2})
+    with run.Run("runs/a", {"x": 1}) as unfinished:
+        unfinished.append("metrics.jsonl", {"step": 1}, {"step": 2})
     assert Path("runs/a/old").exists() and unfinished.rows("metrics.jsonl") == [{"step": 1}, {"step": 2}]
-    again = run.Run("runs/a", {"x": 2})
-    assert again.rows("metrics.jsonl") == [], "an interrupted run is started anew without --resume"
-    again.finish()
+    with run.Run("runs/a", {"x": 2}) as again:
+        assert again.rows("metrics.jsonl") == [], "an interrupted run is started anew without --resume"
+        again.finish()
     assert os.listdir("runs") == ["a"] and json.loads(Path("runs/a/config.json").read_text()) == {"x": 2} and not Path("runs/a/old").exists()
 
 
