@@ -204,7 +204,10 @@ def interrupted(name: str) -> dict:
     """config.json of the interrupted run `name`. Raises UserError if there is none."""
     partial = Path(name + ".partial")
     if not (partial / "config.json").exists():
-        require(not (Path(name) / "config.json").exists(), f"{name} is finished, there is nothing to resume; give another --out, or start without --resume")
+        if (Path(name) / "config.json").exists():
+            shutil.rmtree(Path(name) / "states", ignore_errors=True)     # left over if a kill came within its last moments
+            (Path(name) / "lock").unlink(missing_ok=True)
+            raise UserError(f"{name} is finished, there is nothing to resume; give another --out, or start without --resume")
         raise UserError(f"there is no interrupted run {partial}; start it without --resume")
     return read_json(partial / "config.json")
 
