@@ -19,14 +19,17 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -1702,6 +1705,112 @@ def test_model_names_that_cannot_be_loaded(tmp_path):
             policy.load_policy(name)
 
 
+class Bomb:
+    """Unpickling it runs code."""
+
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+def test_model_pickles_are_never_read(tmp_path, monkeypatch):
+    """A folder with pickles only is refused in one line; beside safetensors they are not opened."""
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = tiny()
+    policy.save_policy(model, tokenizer, "c")
+    weights = Path("c/model.safetensors").rename("weights")
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
+        Path("c", name).write_bytes(pickle.dumps(Bomb()))
+        with pytest.raises(run.UserError, match=rf"^c has its weights as pickle only \({name}\), and reading a pickle can run any code: [^\n]+$"):
+            policy.load_policy("c")
+        Path("c", name).rename(f"c/{name}.away")
+    Path("c/model.safetensors").write_bytes(weights.read_bytes())
+    for file in list(Path("c").glob("*.away")):
+        file.rename(file.with_suffix(""))
+    assert torch.equal(policy.load_policy("c")[0].lm_head.weight, model.lm_head.weight) and not Path("exploded").exists()
+
+
+def in_the_cache(monkeypatch, folder, model, tokenizer):
+    """Make nobody/something a model that was downloaded before -> its snapshot folder."""
+    monkeypatch.setattr(policy.hub, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
+    (folder / "models--nobody--something/refs").mkdir(parents=True)
+    (folder / "models--nobody--something/refs/main").write_text("0" * 40)
+    policy.save_policy(model, tokenizer, folder / "models--nobody--something/snapshots" / ("0" * 40))
+    return folder / "models--nobody--something/snapshots" / ("0" * 40)
+
+
+@pytest.mark.parametrize("kind", ["closed", "silent"])
+def test_model_without_a_network(tmp_path, monkeypatch, kind):
+    """A closed port, and an address that never answers: one line in seconds (transformers alone tries for a minute); what is in
+    the cache still loads, and there too pickles are not read."""
+    busy = socket.socket()
+    busy.bind(("127.0.0.1", 0))
+    waiting = []
+    if kind == "silent":
+        busy.listen(0)
+        for _ in range(4):          # the queue is full: further ones get no answer
+            waiting.append(socket.socket())
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(busy.getsockname())
+    snapshot = in_the_cache(monkeypatch, tmp_path, *tiny())
+    monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{busy.getsockname()[1]}")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    began = time.monotonic()
+    with pytest.raises(run.UserError, match="^cannot load a model from nobody/nothing: http://127.0.0.1:[0-9]+ does not answer[^\n]+$"):
+        policy.load_policy("nobody/nothing")
+    assert time.monotonic() - began < (3 if kind == "closed" else 10)
+    if kind == "closed":
+        assert torch.equal(policy.load_policy("nobody/something")[0].lm_head.weight, tiny()[0].lm_head.weight)
+        (snapshot / "model.safetensors").unlink()
+        torch.save(tiny()[0].state_dict(), snapshot / "pytorch_model.bin")
+        with pytest.raises(run.UserError, match="^cannot load a model from nobody/something: [^\n]+$"):
+            policy.load_policy("nobody/something")
+    for connection in [busy, *waiting]:
+        connection.close()
+
+
+def test_model_asks_the_hub_only_where_it_must(monkeypatch, tmp_path):
+    """Not for folders and files, not when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try; a port that listens is enough."""
+    monkeypatch.setattr(policy, "hub_answers", lambda: 1 / 0)
+    policy.save_policy(*tiny(), tmp_path / "c")
+    policy.load_policy(str(tmp_path / "c"))
+    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", True)
+    assert "local_files_only" not in policy._loading_rules("nobody/nothing")
+    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ZeroDivisionError):
+        policy.load_policy("nobody/nothing")
+    monkeypatch.undo()
+    monkeypatch.setattr(policy.hub, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"http": "http://127.0.0.1:9"})
+    assert policy.hub_answers()
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {})
+    assert not policy.hub_answers()
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}/hub")
+        assert policy.hub_answers()
+
+
+def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
+    """auto_map: one line, nobody is asked (transformers would, on the terminal), and no code runs."""
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = tiny()
+    policy.save_policy(model, tokenizer, "c")
+    config = json.loads(Path("c/config.json").read_text())
+    config |= {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}}
+    Path("c/config.json").write_text(json.dumps(config))
+    Path("c/odd.py").write_text("open('exploded', 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: 1 / 0)
+    with pytest.raises(run.UserError, match=r"^cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)[^\n]+$"):
+        policy.load_policy("c")
+    assert not Path("exploded").exists()
+    config["model_type"] = "llama"       # a model that transformers knows: its own class is used
+    Path("c/config.json").write_text(json.dumps(config))
+    assert type(policy.load_policy("c")[0]) is LlamaForCausalLM and not Path("exploded").exists()
+
+
 def ragged(model, lengths=(9, 5, 7), seed=0):
     """Random ids and a mask over the later part of every row, padded on the right with token 3."""
     rng = np.random.default_rng(seed)
@@ -1856,6 +1965,30 @@ def test_model_optimizer_resumes_exactly(dtype):
         assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), model.state_dict().values()))
         assert all(torch.equal(a, b) for a, b in zip(again.tensors().values(), optimizer.tensors().values()))
     assert not torch.equal(half["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "overflow"])
+def test_model_optimizer_leaves_everything_alone_without_a_norm(bad, dtype):
+    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: no weight, moment or master changes, and the next step is as if
+    nothing had been."""
+    ids, mask, *_ = ragged(tiny()[0])
+    models = [tiny()[0].to(dtype) for _ in range(2)]
+    optimizers = [policy.Optimizer(model, 1e-3, weight_decay=0.1, row_speed=10.0) for model in models]
+    for turn in range(3):
+        if turn == 1:
+            before = {name: tensor.clone() for name, tensor in (models[0].state_dict() | optimizers[0].tensors()).items()}
+            for p in models[0].parameters():
+                p.grad = torch.ones_like(p)
+            optimizers[0].params[-1].grad.view(-1)[-1] = torch.finfo(dtype).max if bad == "overflow" else bad
+            norm = optimizers[0].step(1e-3, 1.0)
+            assert not math.isfinite(norm) and optimizers[0].begun == 1 and all(p.grad is None for p in models[0].parameters())
+            assert all(torch.equal(tensor, before[name]) for name, tensor in (models[0].state_dict() | optimizers[0].tensors()).items())
+            continue
+        for model, optimizer in zip(models, optimizers):
+            (-policy.token_logprobs(model, ids, mask)).sum().backward()
+            assert optimizer.step(1e-3, 1.0) > 0
+    assert all(torch.equal(a, b) for a, b in zip(optimizers[0].tensors().values(), optimizers[1].tensors().values()))
 
 
 def test_model_optimizer_step_is_adamw_in_parts(monkeypatch):
@@ -2627,6 +2760,46 @@ def test_grpo_one_update_makes_good_rollouts_likelier():
     assert (change * advantages).sum() > 0.1
 
 
+@pytest.mark.parametrize("options", [{}, {"updates": 2}, {"norm": "token", "token_budget": 1}], ids=["default", "two updates", "token"])
+def test_grpo_odd_episodes_stay_finite(options):
+    """Episodes without a sampled token, of one token, and of exactly the context's length, alone and together; a reference that is far away."""
+    tasks, model, tokenizer = school()
+    long = max(batch_of_rollouts()[0], key=lambda t: len(t.ids))
+    model.config.max_position_embeddings = len(long.ids)
+    full, = rollout(model, tokenizer, [long.episode.task], temperature=5.0, limits={"max_message": 400, "max_messages": 40})
+    assert full.truncated and len(full.ids) == len(long.ids), "it fills the context"
+    first = long.mask.index(True)
+    none, one = copy.copy(long), copy.copy(long)
+    none.ids, none.mask, none.logprobs = long.ids[:first], long.mask[:first], long.logprobs[:first]
+    one.ids, one.mask, one.logprobs = long.ids[:first + 1], long.mask[:first + 1], long.logprobs[:first + 1]
+    assert none.sampled == 0 and one.sampled == 1
+    far = tiny()[0]
+    with torch.no_grad():
+        far.get_input_embeddings().weight.mul_(60)
+    for batch in ([none], [none, none], [one], [full], [none, one, full, long], [one, none]):
+        for beta in (0.0, 0.1):
+            advantages = torch.linspace(-1, 0.5, len(batch))
+            twin = copy.deepcopy(model)
+            stats = grpo.update(twin, far, policy.Optimizer(twin, 1e-3), batch, advantages, 1e-3, grpo_options(beta=beta, **options))
+            assert all(math.isfinite(value) for value in stats.values()) and stats["skipped"] == 0
+            assert all(p.isfinite().all() for p in twin.parameters())
+            assert (stats["used_rollouts"] > 0) == any(t.sampled for t in batch)
+            assert "updates" in options or (stats["grad_norm"] > 0) == (stats["used_rollouts"] > 0)          # the second one may be clipped
+            assert beta == 0 or not stats["used_rollouts"] or stats["kl"] > 5, "the reference is far away"
+    assert policy.token_logprobs(far, torch.tensor([long.ids]), torch.tensor([long.mask])).min() < -100, "gaps of 100 and more"
+
+
+def test_grpo_loss_that_is_no_number(monkeypatch):
+    """It need not show in the gradient: the update is left out all the same, and so are those that follow on these rollouts."""
+    _, model, _ = school()
+    trajectories, advantages = batch_of_rollouts()
+    before, loss = copy.deepcopy(model.state_dict()), grpo.clipped_loss
+    monkeypatch.setattr(grpo, "clipped_loss", lambda *args: (loss(*args)[0] + math.inf, loss(*args)[1]))
+    stats = grpo.update(model, None, policy.Optimizer(model, 1e-3), trajectories, advantages, 1e-3, grpo_options(updates=2))
+    assert stats["skipped"] == 2 and math.isnan(stats["grad_norm"]) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_grpo_describe_by_hand():
     """Two tasks, AAAABBBB, mixed tokens in the first group; every number worked out on paper."""
     def said(logprobs, users, calls, truncated=False):
@@ -2849,6 +3022,23 @@ def test_sft_one_step():
         assert tokenizer.pad_token_id != stop and sum(item.ids[i] == stop and item.mask[i] for item in examples for i in range(len(item.ids))) >= 16
         found.append((log[0]["grad_norm"], model.state_dict()))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+
+
+def test_sft_steps_with_nan_are_left_out(monkeypatch):
+    """A step whose loss is infinite changes nothing, and the steps after it are what they would have been."""
+    tasks, model, tokenizer = school()
+    examples = sft.stage1_data(sft.Options(demos=4), Renderer(tokenizer), tasks[:4], None)
+    weights, logs = [], []
+    for poison in (True, False):
+        twin, log, seen = copy.deepcopy(model), [], []
+        with monkeypatch.context() as patch:
+            patch.setattr(sft, "token_logprobs", lambda *args: policy.token_logprobs(*args) - (math.inf if poison and len(log) == 1 else 0))
+            sft.fit(twin, examples, 1e-3, 1, 4, 0, 0.0, 1.0, 10 ** 6, 0, "x", lambda row: (log.append(row), seen.append(copy.deepcopy(twin.state_dict()))))
+        weights.append(seen)
+        logs.append(log)
+    assert [row["skipped"] for row in logs[0]] == [0, 1] and logs[0][1]["loss"] == math.inf and [row["skipped"] for row in logs[1]] == [0, 0]
+    assert all(torch.equal(a, b) for a, b in zip(weights[0][0].values(), weights[0][1].values()))
+    assert not torch.equal(weights[1][0]["lm_head.weight"], weights[1][1]["lm_head.weight"])
 
 
 def test_sft_weight_of_failures():
@@ -3584,6 +3774,62 @@ def test_cli_interrupt_of_a_process(here, school_run):
     assert len(lines(partial / "metrics.jsonl")) == done and "Traceback" not in errors
     rcgrpo.main([*command[2:], "--steps", str(done + 1), "--resume"])
     assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
+
+
+def test_cli_finished_runs_are_tidied_up(here, monkeypatch, capsys, school_run):
+    """A kill between the renaming and the tidying leaves states in a finished run; --resume says that it is finished, and they go."""
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        rmtree = shutil.rmtree
+        patch.setattr(run.shutil, "rmtree", lambda path, **how: 1 / 0 if str(path).endswith("rcgrpo.old") else rmtree(path, **how))
+        rl(school_run, "--steps", "1")
+    assert {"states", "lock"} < set(os.listdir("runs/rcgrpo"))
+    assert "is finished" in stumble(monkeypatch, capsys, rcgrpo, "--init", school_run, "--resume")
+    assert not {"states", "lock"} & set(os.listdir("runs/rcgrpo")) and Path("runs/rcgrpo/checkpoint").exists()
+
+
+def test_cli_processes_agree(here, school_run):
+    """The same seed in two processes with different hash seeds, and with other micro-batches and rows: bit for bit the same numbers in the
+    first case, within 1e-6 in the second (floats are added in another order)."""
+    script = """if True:
+        import sys, torch
+        torch.set_num_threads(1)
+        import envs, grpo, rcgrpo, sft
+        tasks = envs.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
+        grpo.pick_tasks = lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]]
+        init, out, budget, rows, eval_tasks = sys.argv[1:]
+        common = ["--eval_tasks", eval_tasks, "--rows", rows, "--token_budget", budget, "--max_message", "24", "--max_messages", "4", "--tools", "4", "--device", "cpu"]
+        sft.main(["--model", init, "--schemas", "compact", "--demos", "8", "--batch", "4", "--epochs", "1", "--warmup", "2", *common, "--out", out + "/sft"])
+        rcgrpo.main(["--init", init, "--tasks", "2", "--group", "8", "--steps", "3", "--beta", "0.05", "--lr", "5e-4", *common, "--out", out + "/rl"])
+    """
+    for name, seed, budget, rows in (("a", "1", "100000", "16"), ("b", "2", "100000", "16"), ("c", "3", "300", "5")):
+        subprocess.run([sys.executable, "-c", script, school_run, f"runs/{name}", budget, rows, "2"], check=True, capture_output=True,
+                       cwd=here, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(run.__file__).parent), "OMP_NUM_THREADS": "1"})
+    for stage, steps in (("sft", 4), ("rl", 3)):
+        assert_same_runs(f"runs/a/{stage}", f"runs/b/{stage}", steps)
+        for a, c in zip(without_times(f"runs/a/{stage}"), without_times(f"runs/c/{stage}")):
+            assert a == pytest.approx(c, rel=1e-4, abs=1e-6)
+        assert [row["messages"] for row in lines(f"runs/a/{stage}/episodes.jsonl")] == [row["messages"] for row in lines(f"runs/c/{stage}/episodes.jsonl")]
+    assert any(row["grad_norm"] > 0 for row in lines("runs/a/rl/metrics.jsonl"))
+
+
+def test_survive(here, school_run):
+    """python survive.py: three kills of each program, one of them while saving if the moment is met; it notices what differs."""
+    script = f"""if True:
+        import state, survive
+        argv = ["--steps", "6", "--init", {school_run!r}, "--kills"]
+        try:
+            survive.main([*argv, "3"])
+        except SystemExit as end:
+            print("status", int(end.code))
+        state.Optimizer.load_tensors = lambda *_: None
+        survive.main([*argv, "2", "--programs", "sft"])
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parent)})
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [(row[0], row[3], row[6]) for row in rows[1:3]] == [("sft.py", "3", "yes"), ("rcgrpo.py", "3", "yes")], done.stdout + done.stderr
+    assert rows[3] == ["status", "0"] and done.returncode == 1 and "DIFFERS: sft.py, run 1: weights" in done.stdout, done.stdout + done.stderr
+    assert not list(here.iterdir())
 
 
 # =====================================================================================================================
