@@ -3783,6 +3783,7 @@ def test_cli_finished_runs_are_tidied_up(here, monkeypatch, capsys, school_run):
         patch.setattr(run.shutil, "rmtree", lambda path, **how: 1 / 0 if str(path).endswith("rcgrpo.old") else rmtree(path, **how))
         rl(school_run, "--steps", "1")
     assert {"states", "lock"} < set(os.listdir("runs/rcgrpo"))
+    capsys.readouterr()
     assert "is finished" in stumble(monkeypatch, capsys, rcgrpo, "--init", school_run, "--resume")
     assert not {"states", "lock"} & set(os.listdir("runs/rcgrpo")) and Path("runs/rcgrpo/checkpoint").exists()
 
