@@ -7,7 +7,6 @@ Per seed: RCTP-FT, the SFT baseline on the same demonstrations (its learning rat
 RCTP-FT + GRPO and RCTP-FT + RC-GRPO, all on the test part, success at temperature 1 under the high token (SFT: no token).
 Intervals are 95 % Student t intervals over the seeds. A run folder that exists is not run again.
 """
-import json
 import math
 import os
 import subprocess
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evaluate import rate
-from run import UserError, make_options, option, program, read_flags, require
+from run import UserError, make_options, option, program, read_flags, read_json, read_jsonl, require
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}     # Student t, by number of seeds
 
@@ -51,8 +50,7 @@ def run_all(o: Options, commands: list[list[str]]):
 
 def read(folder: Path, name: str) -> list[dict]:
     """The rows of a run folder's JSON or JSONL file."""
-    text = (folder / name).read_text()
-    return json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+    return (read_json if name.endswith(".json") else read_jsonl)(folder / name)
 
 
 def interval(values: list[float], digits: int = 1) -> str:

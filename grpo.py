@@ -16,31 +16,30 @@ Departures from the usual GRPO and points where the paper is silent:
   3. KL is the k3 estimator, continued along its tangent beyond a log-ratio of 10, so that a gap of 100 stays finite.
   4. Truncated episodes get reward 0. Groups whose rewards are all equal have exactly zero advantage (tested as max == min,
      not by dividing rounding noise by eps_stab); with beta > 0 they still pull towards the reference, unless --skip_flat.
-  5. Everything random is a function of (seed, step): nothing but weights, moments and the step number is needed to resume.
-  6. What the rollouts of a group have in common, all up to the reward token, is computed once where that halves the tokens of the
+  5. Everything random is a function of (seed, step): nothing but weights, moments and the step number is needed to resume (state.py).
+  6. A step with NaN or infinity in a reward, the loss or the gradient changes nothing but its line in the metrics.
+  7. What the rollouts of a group have in common, all up to the reward token, is computed once where that halves the tokens of the
      update (`micro_batches`). It changes no gradient.
 """
 import json
 import math
 import os
 import random
-import signal
 import time
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, outcome, play, rate, table
 from lora import base_weights
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
-from run import (OutOfMemory, Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require,
-                 within_memory)
+from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, read_json, require, within_memory
 from sampler import Sampler, Trajectory
+from state import Keeper, weights_hash
 
 RATIO_BOUND = 20.0         # log-ratios are cut here before exp: far outside any clip range
 KL_BOUND = 10.0            # from here on k3 continues as its tangent
@@ -74,7 +73,8 @@ class Options(MemoryOptions, TaskOptions):
     max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16)
     eval_tasks: int = option(40, "held-out tasks, before and after; 0: none", builtin=300)
     eval_part: str = option("test", "part of the split that before and after are measured on", choices=("validation", "test"))
-    save_every: int = option(10, "steps between checkpoints")
+    save_every: int = option(10, "steps between saved states")
+    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops")
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
 
     def check(self):
@@ -84,8 +84,8 @@ class Options(MemoryOptions, TaskOptions):
         require(self.steps >= 1 and self.tasks >= 1 and self.updates >= 1, "--steps, --tasks and --updates must be at least 1")
         require(self.lr > 0 and self.beta >= 0 and 0 < self.clip and self.eps_stab >= 0, "--lr and --clip must be positive, --beta and --eps_stab not negative")
         require(self.temperature > 0, "--temperature must be positive in training (greedy rollouts are all alike)")
-        require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every) >= 1,
-                "--rows, --max_message, --max_messages, --token_budget and --save_every must be at least 1")
+        require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every, self.max_skips) >= 1,
+                "--rows, --max_message, --max_messages, --token_budget, --save_every and --max_skips must be at least 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
             and not ((o.skip_flat or o.beta == 0) and advantages[i] == 0)]
     batches = micro_batches(trajectories, used, o.group, o.token_budget)
     stats = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0,
-             "used_rollouts": len(used), "tokens_saved": 0.0}
+             "used_rollouts": len(used), "tokens_saved": 0.0, "skipped": 0}
     if not used:
         return stats                                                                     # nothing to learn from: no step
     stats["tokens_saved"] = sum(shared * (len(group) - 1) for group, shared in batches) / sum(len(trajectories[i].ids) for i in used)
@@ -201,7 +201,8 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
                 gap = (logp.detach() - sampled).abs()[mask]
                 stats["logprob_gap"] += float(gap.sum())
                 stats["logprob_gap_max"] = max(stats["logprob_gap_max"], float(gap.max()))
-        stats["grad_norm"] = optimizer.step(lr, o.clip_norm)
+        stats["grad_norm"] = optimizer.step(lr, o.clip_norm) if math.isfinite(stats["loss"]) else optimizer.discard()
+        stats["skipped"] += not math.isfinite(stats["grad_norm"])
     stats["kl"] = totals["kl"] / totals["tokens"]
     stats["clip_fraction"] = totals["clipped"] / totals["tokens"]
     stats["logprob_gap"] /= totals["tokens"]
@@ -253,17 +254,6 @@ def pick_tasks(o: Options, pool: list | None, step: int) -> list:
     return picked
 
 
-def save_state(run: Run, model, tokenizer, optimizer: Optimizer, step: int):
-    """The policy so far, and what a resumed run goes on from beside o.init: one file with masters, moments and the steps done.
-
-    That file has all trained weights (the masters) and is replaced as a whole, so a crash between the two writes does no harm.
-    """
-    save_policy(model, tokenizer, run.folder / "checkpoint")
-    state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in optimizer.tensors().items()} | {"steps_done": torch.tensor(step)}
-    save_file(state, run.folder / "optimizer.tmp")
-    (run.folder / "optimizer.tmp").replace(run.folder / "optimizer.safetensors")
-
-
 def figure(rows: list[dict], path: Path):
     """The paper's Figure 2 and what it leaves out: reward by token, zero-variance fraction, advantage gap over steps."""
     import matplotlib
@@ -306,79 +296,62 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
     config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
-              "hashes": fingerprint(o, sampler, first[0])}
+              "hashes": {**fingerprint(o, sampler, first[0]), "policy": weights_hash(model)}}
     check_prompts(sampler, held_out + first)                                             # fails before anything is written
-    run, start, state = Run(o.out, config, o.resume), 0, None
-    if (run.folder / "optimizer.safetensors").exists():
-        state = load_file(run.folder / "optimizer.safetensors")
-        start = int(state["steps_done"])
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
-    if state:
-        optimizer.load_tensors(state)
-        state = None                                                                     # as large as the optimizer itself
-    for name in ("metrics.jsonl", "episodes.jsonl"):                                     # what came after the last save is done again
-        run.write(name, "".join(json.dumps(row) + "\n" for row in run.rows(name) if row["step"] <= start))
-    resume = f"then go on with: {command} --resume and otherwise the same options; what is done is in {run.folder}/"
-    in_rollout, in_update = f"in a rollout: lower --rows or --max_message, {resume}", f"in an update: lower --token_budget or add --grad_checkpoint, {resume}"
-    before = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success before") if held_out and not start else []
-    if before:
-        run.write("before.json", json.dumps([outcome(row) for row in before]))
+    with Run(o.out, config, o.resume, command) as run, Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper:
+        start = keeper.begin(optimizer)
+        require(start <= o.steps, f"--steps {o.steps}: {start} are done already")
+        resume = f"then {run.how}; what is done is in {run.folder}/"
+        in_rollout, in_update = f"in a rollout: lower --rows, {resume}", f"in an update: lower --token_budget or add --grad_checkpoint, {resume}"
+        if held_out and not start:
+            with keeper.interruptible():
+                before = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success before")
+            run.write("before.json", json.dumps([outcome(row) for row in before]))
 
-    stop = []
-    handler = signal.signal(signal.SIGINT, lambda *_: stop.append(True))                 # finish the step, save, say how to go on
-    bar = tqdm(range(start, o.steps), desc=command.split()[1], unit="step", initial=start, total=o.steps)
-    for step in bar:
-        clock = time.time()
-        tasks = pick_tasks(o, pool, step)
-        labels = condition(len(tasks), o.group, (o.seed, step))                          # P lists of G
-        episodes = [task.episode() for task in tasks for _ in range(o.group)]            # AAABBB
-        flat = [label for row in labels for label in row]                                # one a rollout
-        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, label) for episode, label in zip(episodes, flat)]
-        begun = optimizer.begun
-        try:
-            trajectories = within_memory(in_rollout, sampler.rollout, episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
-            outcomes = [trajectory_reward(episode) for episode in episodes]
-            rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
-            advantages = group_advantages(rewards, o.eps_stab)                           # (P, G)
-            sampled_at = time.time()
-            lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
-            row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
-                   **within_memory(in_update, update, model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
-        except OutOfMemory:
-            bar.close()
-            if optimizer.begun == begun:                                                 # else a part of the weights may have moved
-                save_state(run, model, tokenizer, optimizer, step)
-            raise
-        row |= {"sample_seconds": sampled_at - clock, "update_seconds": time.time() - sampled_at,
-                "tok_s": sum(len(t.ids) for t in trajectories) / (time.time() - clock)}
-        run.append("metrics.jsonl", row)
-        run.append("episodes.jsonl", *(
-            {"step": step + 1, "task": t.episode.task.id, "category": t.episode.task.category, "group": i // o.group, "goal": NAMES[label],
-             "reward": float(rewards.view(-1)[i]), "state": r.state, "action": r.action, "advantage": float(advantages.view(-1)[i]),
-             "truncated": t.truncated, "messages": t.messages}
-            for i, (t, r, label) in enumerate(zip(trajectories, outcomes, flat))))
-        bar.set_postfix(reward=f"{row['reward']:.2f}", zero_var=f"{row['zero_variance']:.2f}", kl=f"{row['kl']:.3f}",
-                        tok_s=f"{row['tok_s']:.0f}", refresh=False)
-        if stop or (step + 1) % o.save_every == 0 or step + 1 == o.steps:
-            save_state(run, model, tokenizer, optimizer, step + 1)
-        if stop:
-            bar.close()
-            print(f"stopped after step {step + 1}; saved in {run.folder}/. Go on with: {command} --resume and the same options")
-            raise SystemExit(130)
-    signal.signal(signal.SIGINT, handler)
+        with tqdm(range(start, o.steps), desc=command.split()[1], unit="step", initial=start, total=o.steps) as bar:
+            for step in bar:
+                clock = time.time()
+                tasks = pick_tasks(o, pool, step)
+                labels = condition(len(tasks), o.group, (o.seed, step))                  # P lists of G
+                episodes = [task.episode() for task in tasks for _ in range(o.group)]    # AAABBB
+                flat = [label for row in labels for label in row]                        # one a rollout
+                prompts = [sampler.renderer.prompt(episode.messages, episode.tools, label) for episode, label in zip(episodes, flat)]
+                trajectories = within_memory(in_rollout, sampler.rollout, episodes, prompts, o.temperature, seed=(o.seed, 1 + step))
+                outcomes = [trajectory_reward(episode) for episode in episodes]
+                rewards = torch.tensor([0.0 if t.truncated else float(r.total) for t, r in zip(trajectories, outcomes)]).view(len(tasks), o.group)
+                advantages = (group_advantages(rewards, o.eps_stab) if rewards.isfinite().all()
+                              else torch.full_like(rewards, math.nan))                   # (P, G); with NaN the update is left out
+                sampled_at = time.time()
+                lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
+                row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
+                       **within_memory(in_update, update, model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+                row |= {"sample_seconds": sampled_at - clock, "update_seconds": time.time() - sampled_at,
+                        "tok_s": sum(len(t.ids) for t in trajectories) / (time.time() - clock)}
+                run.append("metrics.jsonl", row)
+                run.append("episodes.jsonl", *(
+                    {"step": step + 1, "task": t.episode.task.id, "category": t.episode.task.category, "group": i // o.group, "goal": NAMES[label],
+                     "reward": float(rewards.view(-1)[i]), "state": r.state, "action": r.action, "advantage": float(advantages.view(-1)[i]),
+                     "truncated": t.truncated, "messages": t.messages}
+                    for i, (t, r, label) in enumerate(zip(trajectories, outcomes, flat))))
+                bar.set_postfix(reward=f"{row['reward']:.2f}", zero_var=f"{row['zero_variance']:.2f}", kl=f"{row['kl']:.3f}",
+                                tok_s=f"{row['tok_s']:.0f}", **keeper.shown(row["skipped"]), refresh=False)
+                keeper.done(row["skipped"], last=step + 1 == o.steps)
 
-    metrics = run.rows("metrics.jsonl")
-    figure(metrics, run.folder / "figure.png")
-    report(o, run, metrics, within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success after")
-           if held_out else [], len(held_out))
-    run.finish()
+        save_policy(model, tokenizer, run.folder / "checkpoint")
+        metrics = run.rows("metrics.jsonl")
+        figure(metrics, run.folder / "figure.png")
+        with keeper.interruptible():
+            after = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success after") if held_out else []
+        report(o, run, metrics, after, len(held_out))
+        run.finish()
     print(f"{time.time() - began:.0f} s; wrote {o.out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
 
 
 def report(o: Options, run: Run, metrics: list[dict], after: list[dict], n: int):
     """Print success before and after with intervals, and what the groups looked like."""
     if after:
-        before = json.loads((run.folder / "before.json").read_text())
+        before = read_json(run.folder / "before.json")
         run.write("after.json", json.dumps([outcome(row) for row in after]))
         print(f"held-out success ({n} {o.eval_part} tasks, temperature 1), before\n{table(before)}\nafter\n{table(after)}")
         for goal in dict.fromkeys(row["goal"] for row in after):

@@ -16,14 +16,20 @@ own reference included, and 16 per weight of the adapters.
 - Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
 """
 import copy
+import math
 import os
 import shutil
+import socket
+import threading
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
+from urllib.parse import urlsplit
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants as hub
 from torch.utils.checkpoint import checkpoint
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -109,25 +115,64 @@ def add_reward_tokens(model, tokenizer):
     model.config.reward_token_ids = ids
 
 
+def hub_answers(patience: float = 5.0) -> bool:
+    """Whether a connection to the hub can be made: one try, so that no network is noticed in seconds (transformers tries for a minute).
+
+    The address is HF_ENDPOINT's if that is set. Behind a proxy nothing is tried: the answer is yes.
+    """
+    url, answers = urlsplit(hub.ENDPOINT), []
+    if urllib.request.getproxies().get(url.scheme):
+        return True
+
+    def connect():
+        try:
+            socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), patience).close()
+            answers.append(True)
+        except OSError:
+            pass
+    thread = threading.Thread(target=connect, daemon=True)               # looking up a name has no timeout of its own
+    thread.start()
+    thread.join(patience)
+    return bool(answers)
+
+
+def _loading_rules(name: str) -> dict:
+    """What from_pretrained may do with a checkpoint that somebody else made: no pickle, no code from it, no endless search for a network."""
+    rules = {"trust_remote_code": False}                                 # else transformers asks on the terminal
+    folder = Path(name)
+    if name.endswith(".gguf"):
+        return rules | {"gguf_file": folder.name}
+    if folder.is_dir():
+        pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))]
+        require(not pickles or any(folder.glob("*.safetensors")), f"{name} has its weights as pickle only ({', '.join(pickles[:3])}), and "
+                "reading a pickle can run any code: convert them to safetensors")
+    elif not hub.HF_HUB_OFFLINE and not hub_answers():
+        rules["local_files_only"] = True
+    return rules | {"use_safetensors": True}
+
+
 def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
     """Load a causal language model and its tokenizer, reward tokens added -> (model, tokenizer).
 
     name_or_path: a folder, a .gguf file (test extras gguf and accelerate), or a hub name. dtype: default fp32 on a CPU, bf16
-    elsewhere. Never runs code from the checkpoint. Raises UserError if it cannot be loaded.
+    elsewhere. Reads safetensors and GGUF only, never runs code from the checkpoint. Raises UserError if it cannot be loaded.
     """
     device = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    where, extra = name_or_path, {}
-    if name_or_path.endswith(".gguf"):
-        where, extra = os.path.dirname(name_or_path) or ".", {"gguf_file": os.path.basename(name_or_path)}
+    rules = _loading_rules(name_or_path)
+    where = os.path.dirname(name_or_path) or "." if "gguf_file" in rules else name_or_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **extra)
+        tokenizer = AutoTokenizer.from_pretrained(where, **rules)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **rules)
     except Exception as error:                      # transformers raises many kinds: missing files, no network, bad JSON
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own to be run (auto_map in its config.json), which is never done; choose a model that transformers knows"
+        elif "local_files_only" in rules:
+            reason = f"{hub.ENDPOINT} does not answer, and this name is not in the local cache; give a folder, or try again with a network"
         raise UserError(f"cannot load a model from {name_or_path}: {reason}")
-    if getattr(model, "hf_quantizer", None) is not None and extra:
+    if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in rules:
         model.hf_quantizer.remove_quantization_config(model)             # its weights are plain by now, and can be saved
     model.requires_grad_(True)
     add_reward_tokens(model, tokenizer)
@@ -288,10 +333,16 @@ class Optimizer:
         self.rows, self.row_speed = ids if table is embedding.weight else list(range(len(ids))), row_speed
 
     def step(self, lr: float, max_norm: float) -> float:
-        """One update at learning rate lr, gradient clipped to max_norm; returns the norm before clipping."""
+        """One update at learning rate lr, gradient clipped to max_norm; returns the norm before clipping.
+
+        If that is NaN or infinite nothing is changed, and the gradient is dropped.
+        """
         grads = [param.grad for param in self.params]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32)
                                                      for grad in grads if grad is not None]))
+        if not torch.isfinite(norm):
+            self.discard()
+            return float(norm)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -312,6 +363,12 @@ class Optimizer:
                 if master is not param:
                     param.copy_(master)
         return float(norm)
+
+    def discard(self) -> float:
+        """Drop a gradient that is not to be used; returns NaN, the norm of what cannot be trusted."""
+        for param in self.params:
+            param.grad = None
+        return math.nan
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name, for a checkpoint."""

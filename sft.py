@@ -16,6 +16,7 @@ times the learning rate: a model this small notices a label only after some hund
 """
 import hashlib
 import json
+import math
 import random
 import time
 from dataclasses import asdict, dataclass
@@ -32,8 +33,10 @@ from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint,
 from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
                    token_logprobs)
 from reward import replay, trajectory_reward
-from run import Run, UserError, checkpoint_of, make_options, option, program, read_flags, require, within_memory
+from run import (Run, UserError, checkpoint_of, interrupted, make_options, option, program, read_flags, read_json, require, to_line,
+                 within_memory)
 from sampler import Sampler
+from state import Keeper, weights_hash
 from tokens import HIGH, LOW, Renderer, signature
 
 
@@ -64,6 +67,9 @@ class Options(MemoryOptions, TaskOptions):
     rows: int = option(16, "episodes side by side in evaluation", builtin=256)
     max_message: int = option(512, "tokens of one assistant message in evaluation, at most", builtin=64)
     max_messages: int = option(40, "assistant messages of one episode in evaluation, at most", builtin=16)
+    save_every: int = option(50, "steps between saved states")
+    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops")
+    resume: bool = option(False, "go on with the interrupted run in <out>.partial")
 
     def check(self):
         self.check_tasks()
@@ -71,8 +77,8 @@ class Options(MemoryOptions, TaskOptions):
         require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
         require(self.row_speed > 0 and self.failure_weight > 0, "--row_speed and --failure_weight must be positive")
         require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
-        require(min(self.rows, self.max_message, self.max_messages, self.token_budget) >= 1,
-                "--rows, --max_message, --max_messages and --token_budget must be at least 1")
+        require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every, self.max_skips) >= 1,
+                "--rows, --max_message, --max_messages, --token_budget, --save_every and --max_skips must be at least 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,19 +211,25 @@ def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | 
 # learning
 
 def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warmup: int, weight_decay: float, clip_norm: float,
-        token_budget: int, seed: int, title: str, log=None, row_speed: float = 1.0, failure_weight: float = 1.0):
+        token_budget: int, seed: int, title: str, log=None, row_speed: float = 1.0, failure_weight: float = 1.0, keeper: Keeper | None = None):
     """Minimise the mean negative log-likelihood of the assistant's tokens; the mean is over the whole step's tokens.
 
-    row_speed: learning rate of the reward tokens' rows over lr; failure_weight: weight of a token in a failure.
+    row_speed: learning rate of the reward tokens' rows over lr; failure_weight: weight of a token in a failure. log gets a row of
+    metrics after every step. keeper: goes on where an interrupted run was, and saves. A step with NaN or infinity in the loss or the
+    gradient changes no weight.
     """
     optimizer = Optimizer(model, lr, betas=(0.9, 0.95), weight_decay=weight_decay, row_speed=row_speed)
     steps = epochs * -(-len(examples) // batch)
     step, device = 0, model.device
-    with tqdm(total=steps, desc=title, unit="step") as bar:
+    done = keeper.begin(optimizer) if keeper else 0
+    with tqdm(total=steps, initial=done, desc=title, unit="step") as bar:
         for epoch in range(epochs):
             order = list(range(len(examples)))
             random.Random(f"{seed}-{epoch}").shuffle(order)
             for start in range(0, len(order), batch):
+                if step < done:
+                    step += 1
+                    continue
                 rows = [examples[i] for i in order[start:start + batch]]
                 weight = [1.0 if row.reward else failure_weight for row in rows]
                 normaliser = sum(w * sum(row.mask) for w, row in zip(weight, rows))      # known before the first backward
@@ -230,14 +242,18 @@ def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warm
                     loss.backward()
                     total += float(loss.detach())
                 rate_now = lr * min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps)
-                norm = optimizer.step(rate_now, clip_norm)
+                norm = optimizer.step(rate_now, clip_norm) if math.isfinite(total) else optimizer.discard()
+                skipped = int(not math.isfinite(norm))
                 step += 1
                 seconds = time.time() - began
-                bar.set_postfix(loss=f"{total:.3f}", tok_s=f"{sum(len(row.ids) for row in rows) / seconds:.0f}", refresh=False)
+                bar.set_postfix(loss=f"{total:.3f}", tok_s=f"{sum(len(row.ids) for row in rows) / seconds:.0f}",
+                                **(keeper.shown(skipped) if keeper else {}), refresh=False)
                 bar.update()
                 if log:
                     log({"step": step, "loss": total, "grad_norm": norm, "lr": rate_now, "tokens": sum(sum(row.mask) for row in rows),
-                         "seconds": seconds})
+                         "skipped": skipped, "seconds": seconds})
+                if keeper:
+                    keeper.done(skipped, last=step == steps)
 
 
 @dataclass
@@ -259,9 +275,17 @@ def pretrained_builtin(folder: str, p: Pretraining = Pretraining()) -> str:
     sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, tokens))
     recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + sources).hexdigest()
     stamp = Path(folder) / "config.json"
-    if stamp.exists() and json.loads(stamp.read_text()).get("recipe") == recipe:
+    if stamp.exists() and read_json(stamp).get("recipe") == recipe:
         return str(Path(folder) / "checkpoint")
-    run = Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True})
+    with Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True}) as run:
+        model, tokenizer = pretrain(p, lambda row: run.append("metrics.jsonl", row))
+        save_policy(model, tokenizer, run.folder / "checkpoint")
+        run.finish()
+    return str(Path(folder) / "checkpoint")
+
+
+def pretrain(p: Pretraining, log):
+    """The stand-in itself -> (model, tokenizer)."""
     rng = random.Random(p.seed)
     few = {"turns": (1, 1), "calls": (1, 1), "tools": 4}
     singles = one_variant_each(p.singles * 2 // 3, 1_000_000 + p.seed, ("base",), **few)
@@ -284,10 +308,8 @@ def pretrained_builtin(folder: str, p: Pretraining = Pretraining()) -> str:
                 p.lr if title == "single calls" else p.lr / 2) for title, pairs in chats.items()}
     for title, (examples, lr) in phases.items():
         fit(model, examples, lr, 1, p.batch, 50, 0.0, 1.0, 4096, p.seed, f"built-in model, once: {title}",
-            lambda row: run.append("metrics.jsonl", {"phase": title, **row}))
-    save_policy(model, tokenizer, run.folder / "checkpoint")
-    run.finish()
-    return str(Path(folder) / "checkpoint")
+            lambda row: log({"phase": title, **row}))
+    return model, tokenizer
 
 
 def main(argv=None):
@@ -295,6 +317,8 @@ def main(argv=None):
     builtin = given.get("model", "builtin") == "builtin"
     o = make_options(Options, given, builtin)
     out = o.out or ("runs/sft" if o.plain else "runs/rctp")
+    if o.resume:
+        interrupted(out)                                                 # else it would be noticed only after the pretraining
     device = o.torch_device()
     tasks = load_tasks(o, "train", o.demos, seed=o.seed)
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
@@ -316,25 +340,23 @@ def main(argv=None):
     require(len(kept) > 0, f"every trajectory is longer than {limit} tokens; use --schemas compact or a model with a longer context")
     print(f"{len(kept)} trajectories: {sum(item.reward for item in kept)} successes, {sum(1 - item.reward for item in kept)} failures")
 
-    run = Run(out, {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
-                    "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
-                    "hashes": fingerprint(o, sampler, tasks[0])})
-    try:
-        within_memory("in an update: lower --token_budget, or add --grad_checkpoint or --lora_rank 16",
+    config = {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
+              "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
+              "hashes": {**fingerprint(o, sampler, tasks[0]), "policy": weights_hash(model)}}
+    command = "python sft.py --plain" if o.plain else "python sft.py"
+    with Run(out, config, o.resume, command) as run, Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper:
+        within_memory(f"in an update: lower --token_budget or add --grad_checkpoint, then {run.how}; or start again with --lora_rank 16",
                       fit, model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
-                      "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight)
-    except KeyboardInterrupt:
+                      "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight, keeper)
         save_policy(model, tokenizer, run.folder / "checkpoint")
-        print(f"\nstopped; what was learned so far is in {run.folder}/. Use it with --init {run.folder}, or start again")
-        raise SystemExit(130)
-    save_policy(model, tokenizer, run.folder / "checkpoint")
-    if held_out:
-        rows = within_memory(f"in a rollout: lower --rows or --max_message; what was learned is in {run.folder}/",
-                             play, sampler, held_out, tuple(GOALS), seed=o.seed)
-        run.append("episodes.jsonl", *map(record, rows))
-        print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
-        print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
-    run.finish()
+        if held_out:
+            with keeper.interruptible():
+                rows = within_memory(f"in a rollout: lower --rows, then {run.how}; what was learned is in {run.folder}/",
+                                     play, sampler, held_out, tuple(GOALS), seed=o.seed)
+            run.write("episodes.jsonl", "".join(to_line(record(row)) for row in rows))
+            print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
+            print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
+        run.finish()
     print(f"wrote {out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl)")
 
 

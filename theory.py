@@ -11,7 +11,6 @@ tokens from rcgrpo.draw_tokens, log-probs of a language model from model.token_l
 Beyond the paper: near-collapse (its propositions speak of exact collapse only), stratified tokens, what the variance that
 mixed tokens add can teach at all, and a problem in which it teaches nothing.
 """
-import json
 import math
 import sys
 from collections import Counter
@@ -26,7 +25,7 @@ import model as policy
 import rcgrpo
 from evaluate import TaskOptions, load_tasks
 from reward import trajectory_reward
-from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, read_json, read_jsonl, require
 from sampler import Sampler
 from sft import demonstrate
 from tokens import HIGH, LOW
@@ -544,11 +543,10 @@ def read_groups(folder: str) -> dict[int, list[list[dict]]]:
     """episodes.jsonl of an RL run -> its groups by step. Raises UserError where there are none."""
     file, groups = Path(folder) / "episodes.jsonl", {}
     require(file.exists(), f"--run: there is no {file}; give the run folder of rcgrpo.py or grpo.py")
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, row in enumerate(read_jsonl(file), 1):
         try:
-            row = json.loads(line)
             groups.setdefault(row["step"], {}).setdefault(row["group"], []).append({key: row[key] for key in ("goal", "reward", "advantage")})
-        except (ValueError, TypeError, KeyError):
+        except (TypeError, KeyError):
             raise UserError(f"--run: line {number} of {file} is no rollout of an RL run; give the run folder of rcgrpo.py or grpo.py")
     require(bool(groups), f"--run: {file} has no episodes")
     return {number: list(of_step.values()) for number, of_step in sorted(groups.items())}
@@ -563,7 +561,7 @@ def from_run(o: Options, curve: dict):
     row. Bound: from the separation of the whole step, squared, less its squared standard error; by Jensen's inequality the
     mean over tasks of Delta^2 is at least that. Tokens drawn once per group, say, break the bound.
     """
-    options = json.loads((Path(o.run) / "config.json").read_text())["options"]
+    options = read_json(Path(o.run) / "config.json")["options"]
     G, p, how = options["group"], options.get("p_high"), options.get("how", "iid")
     worst, steps = 0.0, []
     for number, groups in read_groups(o.run).items():
