@@ -16,6 +16,7 @@ own reference included, and 16 per weight of the adapters.
 - Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
 """
 import copy
+import inspect
 import math
 import os
 import shutil
@@ -31,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import constants as hub
 from torch.utils.checkpoint import checkpoint
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, Cache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lora import add_adapters, merged_state
@@ -258,19 +259,48 @@ def _score(model, hidden, targets, temperature):
     return F.log_softmax(policy_logits(model, hidden, temperature), dim=-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def _packed(model, ids, shared):
-    """Hidden states (L, d) of one row: the shared tokens, then what each row of ids (B, T) adds; L = shared + B (T - shared).
+def cache_argument(model) -> str:
+    """What this version of transformers calls the cache that a model's forward takes (renamed in 5.2x)."""
+    names = inspect.signature(type(model.base_model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
-    A token sees the shared ones and what is earlier in its own part; its position is the one that it has in its own row.
-    """
-    rows, width = ids.shape
-    packed = torch.cat([ids[0, :shared], ids[:, shared:].flatten()])               # (L,)
-    place = torch.arange(len(packed), device=ids.device) - shared                  # (L,), negative: shared
-    part = place.div(width - shared, rounding_mode="floor").clamp(min=-1)          # (L,), -1 or the row
-    position = torch.where(part < 0, place, place % (width - shared)) + shared
-    sees = ((part < 0) | (part == part[:, None])) & (position <= position[:, None])               # (L, L), queries first
-    return model.base_model(input_ids=packed[None], position_ids=position[None], attention_mask=sees[None, None],
-                            use_cache=False).last_hidden_state[0]
+
+class _Prompt(Cache):
+    """Keys and values (1, K, shared, D) of a prompt that several rows have in common, as part of the graph."""
+
+    def __init__(self):
+        super().__init__(layers=[])
+        self.kept = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.kept[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx=0):
+        return 0                                         # never asked for anything: positions and mask are explicit
+
+
+class _Rest(_Prompt):
+    """What B rows attend to after that prompt: its keys and values, then their own, (B, K, shared + Q, D)."""
+
+    def __init__(self, prompt: _Prompt):
+        super().__init__()
+        self.prompt = prompt
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return tuple(torch.cat([before.expand(len(own), -1, -1, -1), own], dim=2)
+                     for before, own in zip(self.prompt.kept[layer_idx], (key_states, value_states)))
+
+
+def _after_prompt(model, ids, shared):
+    """Hidden states (B, T - shared, d) of what each row of ids (B, T) has of its own; the shared tokens are computed once."""
+    place = torch.arange(ids.shape[1], device=ids.device)                          # (T,)
+    sees, prompt = place <= place[:, None], _Prompt()                              # (T, T), queries first
+    for tokens, begin, cache in ((ids[:1, :shared], 0, prompt), (ids[:, shared:], shared, _Rest(prompt))):
+        end = begin + tokens.shape[1]
+        hidden = model.base_model(input_ids=tokens, position_ids=place[None, begin:end], attention_mask=sees[None, None, begin:end, :end],
+                                  use_cache=True, **{cache_argument(model): cache}).last_hidden_state
+    return hidden
 
 
 def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, shared: int = 0) -> torch.Tensor:
@@ -281,10 +311,8 @@ def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: fl
     Returns (B, T) fp32, 0 where mask is False.
     """
     row, position = mask.nonzero(as_tuple=True)                                    # (N,), (N,)
-    if shared:
-        before = _packed(model, ids, shared)[row * (ids.shape[1] - shared) + position - 1]        # (N, d)
-    else:
-        before = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[row, position - 1]
+    hidden = _after_prompt(model, ids, shared) if shared else model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    before = hidden[row, position - 1 - shared]                                    # (N, d)
     targets = ids[row, position]                                                   # the state at t-1 scores token t
     scores = [checkpoint(_score, model, before[i:i + HEAD_CHUNK], targets[i:i + HEAD_CHUNK], temperature, use_reentrant=False)
               for i in range(0, len(row), HEAD_CHUNK)]

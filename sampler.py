@@ -16,7 +16,6 @@ Sampling noise belongs to the episode, not to the batch: token n of episode i un
 generator seeded with (s, i). So the number of rows, and which rows happen to run side by side, change nothing (but for a
 tie in the last bit, about one token in 10,000).
 """
-import inspect
 import sys
 from collections import deque
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, Cache
 
-from model import batches_by_length, pad, policy_logits
+from model import batches_by_length, cache_argument, pad, policy_logits
 from run import UserError
 from tokens import Renderer, parse_calls
 
@@ -185,8 +184,6 @@ class Sampler:
         self.fed = self.copied = 0                       # of the last rollout: tokens that the model read, keys that were copied instead
         self.cache = self._weights = None                # both outlive a rollout
         self.stop_ids = self.renderer.stop_ids | {token for token in eos if token is not None}
-        names = inspect.signature(type(model.base_model).forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"          # renamed in transformers 5.2x
 
     def check_prompt(self, episode, prompt: list[int]):
         """Raises UserError for a prompt that leaves no room in the context."""
@@ -300,7 +297,7 @@ class Sampler:
         mask = mask.repeat(1, 1, self.cache.groups, 1)                                         # (R, 1, H/K * Q, span)
         return self.model.base_model(
             input_ids=ids, position_ids=positions.clamp(max=span - 1), attention_mask=mask, use_cache=True,
-            **{self._cache_name: self.cache}).last_hidden_state
+            **{cache_argument(self.model): self.cache}).last_hidden_state
 
     def _prefill(self, slots, done):
         """Feed prompts and results in chunks until no row waits, for itself or for its source; sample where all is fed."""
