@@ -56,7 +56,8 @@ def tiny_run(folder: str):
     """The run folder of a tiny policy that has learnt little, for want of a better one."""
     tasks = one_variant_each(40, 7, turns=(1, 2), calls=(1, 1), tools=4)
     corpus = [message["content"] for task in tasks for message in sft.demonstrate(task).messages] + [tokens.FRAME + tokens.goal_text("")] * 2
-    corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools] + [tokens.python_calls(calls) for task in tasks for calls in task.golden]
+    corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools]
+    corpus += [tokens.python_calls(calls) for task in tasks for calls in task.golden]
     model, tokenizer = builtin_policy(corpus, width=32, layers=2)
     add_reward_tokens(model, tokenizer)
     examples = sft.stage1_data(sft.Options(demos=40), tokens.Renderer(tokenizer), tasks[:8], None)
@@ -118,8 +119,8 @@ def what_is_left(folder: Path) -> dict:
 
 def outcome(folder: Path) -> dict:
     """Everything of a finished run that must be the same; times left out."""
-    files = {file.name: read_jsonl(file) for file in folder.glob("*.jsonl")} | {name: read_json(folder / name) for name in ("before.json", "after.json")
-                                                                                if (folder / name).exists()}
+    files = {file.name: read_jsonl(file) for file in folder.glob("*.jsonl")}
+    files |= {name: read_json(folder / name) for name in ("before.json", "after.json") if (folder / name).exists()}
     files["metrics.jsonl"] = [{key: value for key, value in row.items() if key not in TIMES} for row in files["metrics.jsonl"]]
     return files | {"weights": (folder / "checkpoint/model.safetensors").read_bytes(),
                     "names": {path.name for path in folder.iterdir()} - {"lock", "states"}}           # may be left if a kill comes after the renaming

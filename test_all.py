@@ -56,6 +56,7 @@ import run
 import sampler as sampling
 import sft
 import state
+import survive
 import theory
 import tokens
 from envs import CATEGORIES, TABLE, Call, CallError
@@ -3113,6 +3114,9 @@ def stumble(monkeypatch, capsys, module, *argv, bars=False):
     (sft, "--epochs 0", "--epochs"), (sft, "--demos 0", "--demos"), (sft, "--batch 1.5", "invalid int"), (sft, "--failures guess", "choose from"),
     (sft, "--categories easy", "--categories knows base, "), (sft, "--turns 0", "--turns"), (sft, "--tools 1", "tools"), (sft, "--env moon", "choose from"),
     (sft, "--lora_rank -1", "--lora_rank"), (rcgrpo, "--init SCHOOL --lora_rank 4 --lora_targets query", "no linear layer 'query'; it has down_proj"),
+    (sft, "--resume", "there is no interrupted run runs/rctp.partial; start it without --resume"), (sft, "--save_every 0", "--save_every"),
+    (rcgrpo, "--max_skips 0", "--max_skips"), (survive, "--kills 0", "--kills"), (survive, "--programs grpo", "--programs knows"),
+    (survive, "--init nowhere", "no run folder"),
     (sft, "--device moon", "--device moon is not available"), (sft, "--demos 2 --model nobody/nothing", "cannot load a model from nobody/nothing"),
     (sft, "--demos 2 --model runs/none", "make it with `python sft.py`"), (sft, "--seed -1", "--seed"), (sft, "stray", "unrecognized arguments: stray"),
     (grpo, "", "there is no checkpoint in runs/sft; make it with `python sft.py --plain`"), (grpo, "--group 1", "--group must be at least 2"),
@@ -3341,14 +3345,15 @@ def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
     """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280), whatever the global generators say:
     after Ctrl-C, after a crash between two states, before the first one, or in the middle of writing one; with LoRA the merged
     checkpoint is not what goes on. The KL shows that the reference is the starting policy again."""
+    module = grpo if how == "terminate" else rcgrpo
     same = ["--steps", "4", "--beta", "0.05", *(["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else [])]
-    rl(school_run, *same, "--out", "runs/whole")
+    rl(school_run, *same, "--out", "runs/whole", module=module)
     rest = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"]
     if "stop" in how or how == "terminate":
         with pytest.raises(SystemExit) as end:
-            rl(school_run, *rest, stop=2, number=signal.SIGTERM if how == "terminate" else signal.SIGINT)
+            rl(school_run, *rest, stop=2, module=module, number=signal.SIGTERM if how == "terminate" else signal.SIGINT)
         assert end.value.code == (0 if how == "terminate" else 130)
-        assert "stopped after step 2; saved in runs/part.partial/. Go on with: python rcgrpo.py --resume and the same options" in capsys.readouterr().out
+        assert f"stopped after step 2; saved in runs/part.partial/. Go on with: python {module.__name__}.py --resume and the same options" in capsys.readouterr().out
         assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and not Path("runs/part").exists()
         assert weights_of("runs/part.partial") != weights_of(school_run), "what is there can be used"
     elif how == "crash while saving":
@@ -3365,7 +3370,7 @@ def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
         with pytest.raises(run.UserError, match="--lora_rank was 4 and is 0 now"):
             rl(school_run, *rest, "--lora_rank", "0", "--resume")
     scramble()
-    rl(school_run, *rest, "--resume")
+    rl(school_run, *rest, "--resume", module=module)
     assert_same_runs("runs/whole", "runs/part", 4)
     assert weights_of("runs/whole") != weights_of(school_run)
     rows = lines("runs/whole/metrics.jsonl")
@@ -3470,6 +3475,7 @@ def test_cli_half_written_lines(here, monkeypatch, capsys, school_run):
         with pytest.raises(run.UserError, match="line 2 is no JSON object"):
             reader()
     (bad / "config.json").write_text("{")
+    capsys.readouterr()
     assert "bad.partial/config.json is no JSON" in stumble(monkeypatch, capsys, rcgrpo, "--init", school_run, "--out", "runs/bad", "--resume")
     assert run.to_line({"a": math.nan, "b": -math.inf, "c": 1.5, "d": None}) == '{"a": null, "b": null, "c": 1.5, "d": null}\n'
 
@@ -3479,8 +3485,11 @@ def test_cli_resume_with_other_options(here, monkeypatch, capsys, school_run):
     rl(school_run, "--steps", "6", "--out", "runs/whole")
     half_a_run(school_run)
     same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4", "--out", "runs/part", "--resume"]
+    assert "the prompt of the first task changed" in stumble(monkeypatch, capsys, rcgrpo, *same, bars=True)
+    tasks = school()[0]
+    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
     for change, says in ((["--lr", "1e-3"], "--lr was 0.0005 and is 0.001 now"), (["--seed", "5"], "--seed was 0 and is 5 now"), (["--p_high", "0.25"], "--p_high was 0.5"),
-                         (["--max_message", "20", "--clip", "0.3"], "--max_message was 24 and is 20 now; --clip was 0.2 and is 0.3 now"), (["--eval_tasks", "2"], "--eval_tasks")):
+                         (["--max_message", "20", "--clip", "0.3"], "--clip was 0.2 and is 0.3 now; --max_message was 24 and is 20 now"), (["--eval_tasks", "2"], "--eval_tasks")):
         assert says in stumble(monkeypatch, capsys, rcgrpo, *same, *change)
     assert "--stage was rcgrpo.py and is grpo.py now" in stumble(monkeypatch, capsys, grpo, *same)
     assert "3 are done already" in stumble(monkeypatch, capsys, rcgrpo, *same, "--steps", "2")
@@ -3499,11 +3508,17 @@ def test_cli_resume_with_other_options(here, monkeypatch, capsys, school_run):
        "--grad_checkpoint", "--device", "cpu", "--threads", "1")
     assert "the program's files changed since the run began (code 0000000000000000, now " in capsys.readouterr().out
     assert json.loads(Path("runs/part/config.json").read_text())["earlier_code"] == ["0" * 16]
+    again = {"hashes": {"code": "b"}}
+    run.same_run({"hashes": {"code": "a"}}, again)
+    run.same_run(again, final := {"hashes": {"code": "b"}})
+    assert final["earlier_code"] == ["a"], "not forgotten when it is resumed once more"
     for a, b in zip(without_times("runs/whole"), without_times("runs/part")):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     assert len(without_times("runs/part")) == 6
+    capsys.readouterr()
     assert "runs/part is finished, there is nothing to resume" in stumble(monkeypatch, capsys, rcgrpo, *same)
     fine_tune(school_run, "--out", "runs/sft", "--epochs", "1", "--eval_tasks", "0")
+    capsys.readouterr()
     assert "runs/sft is finished" in stumble(monkeypatch, capsys, sft, "--out", "runs/sft", "--resume")
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(sft, "token_logprobs", at_call(3, lambda: 1 / 0)(sft.token_logprobs))
@@ -3636,6 +3651,7 @@ def test_cli_steps_with_nan_are_left_out(here, monkeypatch, capsys, school_run, 
     rows = lines("runs/whole/metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 1, 0, 0] and rows[1]["grad_norm"] is None and rows[2]["grad_norm"] > 0
     assert (rows[1]["reward"] is None) == (where == "reward") and (rows[1]["loss"] is None) == (where != "gradient")
+    assert list(theory.read_groups("runs/whole")) == ([1, 3, 4] if where == "reward" else [1, 2, 3, 4])
     for stop in (1, 2):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             poison(patch, 1)
@@ -3652,7 +3668,7 @@ def test_cli_steps_with_nan_are_left_out(here, monkeypatch, capsys, school_run, 
 @pytest.mark.parametrize("module", [sft, rcgrpo])
 def test_cli_too_many_steps_with_nan(here, monkeypatch, capsys, school_run, module):
     """After --max_skips in a row: one line, status 2, the weights of before are saved; a good step in between starts the count again."""
-    bad, calls = (3, 5, 6), itertools.count(1)
+    bad, calls = (3, 5, 6, 7), itertools.count(1)
     owner = sft if module is sft else grpo
     real = policy.token_logprobs
 
@@ -3672,8 +3688,9 @@ def test_cli_too_many_steps_with_nan(here, monkeypatch, capsys, school_run, modu
     assert [row["skipped"] for row in rows] == [0, 0, 1, 0, 1, 1] and os.listdir("runs/part.partial/states") == ["00000006"]
     kept = policy.load_policy("runs/part.partial/checkpoint")[0]
     assert all(weight.isfinite().all() for weight in kept.parameters()) and not torch.equal(kept.lm_head.weight, policy.load_policy(school_run + "/checkpoint")[0].lm_head.weight)
-    module.main([*same, "--out", "runs/part", "--resume", *(["--steps", "7"] if module is rcgrpo else [])])
-    assert [row["skipped"] for row in lines("runs/part/metrics.jsonl")[:7]] == [0, 0, 1, 0, 1, 1, 0]
+    assert "3 steps in a row" in stumble(monkeypatch, capsys, module, *same, "--out", "runs/part", "--resume", bars=True), "counted on when resumed"
+    module.main([*same, "--out", "runs/part", "--resume", *(["--steps", "8"] if module is rcgrpo else [])])
+    assert [row["skipped"] for row in lines("runs/part/metrics.jsonl")[:8]] == [0, 0, 1, 0, 1, 1, 1, 0]
 
 
 def no_memory(where):
