@@ -332,8 +332,7 @@ def main(argv=None):
     except ValueError as error:
         raise UserError(f"{o.model}: {error}")
     check_prompts(sampler, held_out)                                     # fails before anything is written
-    in_rollout = "in a rollout: lower --rows or --max_message"
-    examples = within_memory(in_rollout, stage1_data, o, sampler.renderer, tasks, sampler)
+    examples = stage1_data(o, sampler.renderer, tasks, sampler)
     limit = o.max_length or model.config.max_position_embeddings
     kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
     if len(kept) < len(examples):

@@ -36,6 +36,7 @@ from run import UserError, config_of, make_options, option, program, read_flags,
 from state import damage
 
 LIMITS = ["--rows", "16", "--max_message", "24", "--max_messages", "4", "--device", "cpu", "--threads", "1", "--save_every", "2"]
+tqdm.monitor_interval = 0          # no thread of tqdm's either
 TIMES = {"seconds", "sample_seconds", "update_seconds", "tok_s"}
 
 

@@ -1783,8 +1783,9 @@ def test_model_asks_the_hub_only_where_it_must(monkeypatch, tmp_path):
         policy.load_policy("nobody/nothing")
     monkeypatch.undo()
     monkeypatch.setattr(policy.hub, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"http": "http://127.0.0.1:9"})
-    assert policy.hub_answers()
+    for scheme in ("http", "all"):
+        monkeypatch.setattr(urllib.request, "getproxies", lambda: {scheme: "http://127.0.0.1:9"})
+        assert policy.hub_answers()
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {})
     assert not policy.hub_answers()
     with socket.socket() as listening:
@@ -3529,13 +3530,13 @@ def test_cli_resume_with_other_options(here, monkeypatch, capsys, school_run):
 
 def test_cli_one_process_a_folder(here, school_run, monkeypatch, capsys):
     """A second one is refused, with and without --resume, and touches nothing; a lock file that a kill left behind does no harm."""
-    ready, told = os.pipe(), os.pipe()
+    ready = os.pipe()
     child = os.fork()
     if not child:
         with run.Run("runs/part", {"options": {}}) as mine:
             mine.append("metrics.jsonl", {"step": 1})
             os.write(ready[1], b"x")
-            os.read(told[0], 1)
+            time.sleep(60)
             os._exit(0)
     os.read(ready[0], 1)
     same = ["--init", school_run, *SMALL, "--eval_tasks", "0", "--steps", "1", "--out", "runs/part"]
@@ -3546,7 +3547,7 @@ def test_cli_one_process_a_folder(here, school_run, monkeypatch, capsys):
             monkeypatch.setattr(run, "same_run", lambda *_: None)
         assert "another process is at work in runs/part.partial" in stumble(monkeypatch, capsys, rcgrpo, *same, *more)
         assert {path: path.read_bytes() for path in Path("runs/part.partial").iterdir()} == before and config.exists()
-    os.write(told[1], b"x")
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert Path("runs/part.partial/lock").exists()
     rcgrpo.main(same)
