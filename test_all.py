@@ -1788,6 +1788,10 @@ def test_model_asks_the_hub_only_where_it_must(monkeypatch, tmp_path):
         assert policy.hub_answers()
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {})
     assert not policy.hub_answers()
+    with monkeypatch.context() as patch:        # looking up a name may take its time, whatever the timeout
+        patch.setattr(socket, "create_connection", lambda *_: time.sleep(3))
+        began = time.monotonic()
+        assert not policy.hub_answers(0.2) and time.monotonic() - began < 2
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -1804,10 +1808,11 @@ def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
     config |= {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}}
     Path("c/config.json").write_text(json.dumps(config))
     Path("c/odd.py").write_text("open('exploded', 'w')")
-    monkeypatch.setattr("builtins.input", lambda *_: 1 / 0)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "n")
     with pytest.raises(run.UserError, match=r"^cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)[^\n]+$"):
         policy.load_policy("c")
-    assert not Path("exploded").exists()
+    assert not asked and not Path("exploded").exists()
     config["model_type"] = "llama"       # a model that transformers knows: its own class is used
     Path("c/config.json").write_text(json.dumps(config))
     assert type(policy.load_policy("c")[0]) is LlamaForCausalLM and not Path("exploded").exists()
