@@ -1,6 +1,6 @@
 """Does a run survive being killed? Kill sft.py and rcgrpo.py at random moments, resume, compare with a run that nobody killed.
 
-    python survive.py                                    # 25 kills a program, a few minutes on a CPU
+    python survive.py                                    # 25 kills a program, a minute or two on a CPU
     python survive.py --kills 200 --seed 1 --init runs/rctp
 
 Every kill is SIGKILL, which no program can see coming: at a random moment, or (every second one) as soon as the temporary name of a
