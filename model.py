@@ -122,7 +122,7 @@ def hub_answers(patience: float = 5.0) -> bool:
     The address is HF_ENDPOINT's if that is set. Behind a proxy nothing is tried: the answer is yes.
     """
     url, answers = urlsplit(hub.ENDPOINT), []
-    if urllib.request.getproxies().get(url.scheme):
+    if {url.scheme, "all"} & set(urllib.request.getproxies()):
         return True
 
     def connect():

@@ -213,16 +213,19 @@ def interrupted(name: str) -> dict:
 
 
 def same_run(old: dict, new: dict):
-    """UserError if a run with config `new` would not go on with the run of config `old`, but be another one."""
+    """UserError if a run with config `new` would not go on with the run of config `old`, but be another one. Earlier code is noted in `new`."""
     before, now = ({"stage": config.get("stage"), **config.get("options", {})} for config in (old, new))
     changed = [f"--{key} was {before[key]} and is {now[key]} now" for key in before if key in now and key not in FREE and before[key] != now[key]]
     require(not changed, f"--resume goes on with the same options only: {'; '.join(changed)}. Give the old values, or start without --resume")
     was, are = old.get("hashes", {}), new.get("hashes", {})
     for key, what in (("policy", "the weights of the starting policy"), ("data", "the tasks"), ("prompt", "the prompt of the first task")):
         require(was.get(key) == are.get(key), f"--resume: {what} changed since the run began; bring back what was there, or start without --resume")
+    earlier = old.get("earlier_code", [])
     if was.get("code") != are.get("code"):
         print(f"the program's files changed since the run began (code {was.get('code')}, now {are.get('code')}); going on with the new ones")
-        new["earlier_code"] = old.get("earlier_code", []) + [was.get("code")]
+        earlier = earlier + [was.get("code")]
+    if earlier:
+        new["earlier_code"] = earlier
 
 
 class Run:

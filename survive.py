@@ -1,6 +1,6 @@
 """Does a run survive being killed? Kill sft.py and rcgrpo.py at random moments, resume, compare with a run that nobody killed.
 
-    python survive.py                                    # 25 kills a program, a few minutes on a CPU
+    python survive.py                                    # 25 kills a program, a minute or two on a CPU
     python survive.py --kills 200 --seed 1 --init runs/rctp
 
 Every kill is SIGKILL, which no program can see coming: at a random moment, or (every second one) as soon as the temporary name of a
@@ -36,6 +36,7 @@ from run import UserError, config_of, make_options, option, program, read_flags,
 from state import damage
 
 LIMITS = ["--rows", "16", "--max_message", "24", "--max_messages", "4", "--device", "cpu", "--threads", "1", "--save_every", "2"]
+tqdm.monitor_interval = 0          # no thread of tqdm's either
 TIMES = {"seconds", "sample_seconds", "update_seconds", "tok_s"}
 
 
@@ -56,7 +57,8 @@ def tiny_run(folder: str):
     """The run folder of a tiny policy that has learnt little, for want of a better one."""
     tasks = one_variant_each(40, 7, turns=(1, 2), calls=(1, 1), tools=4)
     corpus = [message["content"] for task in tasks for message in sft.demonstrate(task).messages] + [tokens.FRAME + tokens.goal_text("")] * 2
-    corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools] + [tokens.python_calls(calls) for task in tasks for calls in task.golden]
+    corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools]
+    corpus += [tokens.python_calls(calls) for task in tasks for calls in task.golden]
     model, tokenizer = builtin_policy(corpus, width=32, layers=2)
     add_reward_tokens(model, tokenizer)
     examples = sft.stage1_data(sft.Options(demos=40), tokens.Renderer(tokenizer), tasks[:8], None)
@@ -118,8 +120,8 @@ def what_is_left(folder: Path) -> dict:
 
 def outcome(folder: Path) -> dict:
     """Everything of a finished run that must be the same; times left out."""
-    files = {file.name: read_jsonl(file) for file in folder.glob("*.jsonl")} | {name: read_json(folder / name) for name in ("before.json", "after.json")
-                                                                                if (folder / name).exists()}
+    files = {file.name: read_jsonl(file) for file in folder.glob("*.jsonl")}
+    files |= {name: read_json(folder / name) for name in ("before.json", "after.json") if (folder / name).exists()}
     files["metrics.jsonl"] = [{key: value for key, value in row.items() if key not in TIMES} for row in files["metrics.jsonl"]]
     return files | {"weights": (folder / "checkpoint/model.safetensors").read_bytes(),
                     "names": {path.name for path in folder.iterdir()} - {"lock", "states"}}           # may be left if a kill comes after the renaming

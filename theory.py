@@ -545,7 +545,8 @@ def read_groups(folder: str) -> dict[int, list[list[dict]]]:
     require(file.exists(), f"--run: there is no {file}; give the run folder of rcgrpo.py or grpo.py")
     for number, row in enumerate(read_jsonl(file), 1):
         try:
-            groups.setdefault(row["step"], {}).setdefault(row["group"], []).append({key: row[key] for key in ("goal", "reward", "advantage")})
+            if row["advantage"] is not None:                                             # else a step that was left out, see state.py
+                groups.setdefault(row["step"], {}).setdefault(row["group"], []).append({key: row[key] for key in ("goal", "reward", "advantage")})
         except (TypeError, KeyError):
             raise UserError(f"--run: line {number} of {file} is no rollout of an RL run; give the run folder of rcgrpo.py or grpo.py")
     require(bool(groups), f"--run: {file} has no episodes")
