@@ -247,7 +247,9 @@ def reference_policy(model):
 
 def policy_logits(model, hidden: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Hidden states (N, d) -> fp32 logits (N, V) of the policy: over the temperature, reward tokens banned."""
-    logits = model.get_output_embeddings()(hidden).float() / temperature
+    logits = model.get_output_embeddings()(hidden).float()
+    if temperature != 1:
+        logits = logits / temperature
     banned = getattr(model.config, "reward_token_ids", None)
     for token in banned or ():
         logits[:, token] = float("-inf")            # one by one: a list as an index would be copied to the device
