@@ -3509,7 +3509,7 @@ def test_sft_failures_sampled_from_the_policy():
     """Their labels are real, what was sampled stays as it is, and the low token stands in the prompt."""
     tasks, model, tokenizer = school()
     sampler = Sampler(model, tokenizer, 16, 40, 6)
-    examples = sft.sampled_failures(sampler, tasks, seed=0, rounds=6)
+    examples = sft.sampled(sampler, tasks, 0, 0, LOW, rounds=6)
     low = reward_ids(tokenizer)[1]
     prompts = {}
     for task in tasks:
