@@ -233,8 +233,8 @@ class Study:
         self.o, self.preset = o, PRESETS[o.preset]
         self.root, self.jobs, self.threads = Path(o.folder), o.jobs or self.preset.jobs, o.threads or self.preset.threads
         self.seeds = range(o.first_seed, o.first_seed + (1 if o.smoke else o.seeds or self.preset.seeds))
-        smoke = self.preset.smoke if o.smoke else ("", "")
-        self.sft, self.rl = f"{self.preset.sft} {smoke[0]} {o.sft_flags}".split(), f"{self.preset.rl} {smoke[1]} {o.rl_flags}".split()
+        self.sft, self.rl = f"{self.preset.sft} {o.sft_flags}".split(), f"{self.preset.rl} {o.rl_flags}".split()
+        self.smoke = self.preset.smoke if o.smoke else ("", "")           # last on a command line, where it counts
         self.prefix = self.preset.prefix + ("smoke-" if o.smoke else "")
         self.rates = dict(RATES)
         real = "SmolLM2" in self.preset.model and not (o.model or o.plan or o.table_only)
@@ -257,11 +257,11 @@ class Study:
     def flags_of(self, title: str) -> str:
         """All that is particular to an arm, on one line: results with another line are another arm's."""
         name, rl, flags, _ = self.preset.arms[title]
-        line = " ".join([STAGE1[name], *self.sft] + ([rl, flags, *self.rl] if rl else []))
+        line = " ".join([*self.sft, STAGE1[name], self.smoke[0]] + ([rl, *self.rl, flags, self.smoke[1]] if rl else []))
         return re.sub(r"--(rows|threads|token_budget|device) \S+ ?", "", line.format(**self.rates)).strip()
 
     def stage1_job(self, name: str, seed: int, out: Path | None = None, more: str = "") -> Job:
-        flags = f"{' '.join(self.sft)} {STAGE1[name]} {more}".format(**self.rates).split()
+        flags = f"{' '.join(self.sft)} {STAGE1[name]} {more} {self.smoke[0]}".format(**self.rates).split()
         model = ["--base", str(self.root / f"base{seed}"), "--base_seed", str(seed)] if self.preset.builtin else ["--model", self.model]
         out = out or self.stage1(name, seed)
         command = ["sft.py", *flags, *model, "--seed", str(seed), "--out", str(out), "--threads", str(self.threads)]
@@ -271,7 +271,7 @@ class Study:
         name, rl, flags, _ = self.preset.arms[title]
         start = self.stage1(name, seed)
         out = out or self.out(title, seed)
-        command = [rl, *self.rl, *f"{flags} {more}".format(**self.rates).split(), "--init", str(start), "--seed", str(seed), "--out", str(out),
+        command = [rl, *self.rl, *f"{flags} {more} {self.smoke[1]}".format(**self.rates).split(), "--init", str(start), "--seed", str(seed), "--out", str(out),
                    "--threads", str(self.threads)]
         return Job(out, command, [start], self.expected(command))
 
@@ -298,7 +298,7 @@ class Study:
                         made[name, seed] = self.stage1_job(name, seed)
                         jobs.append(made[name, seed])
                     elif wanted == "RL" and name == "base":
-                        count = parsed(["sft.py", *self.sft], True).eval_tasks
+                        count = parsed(["sft.py", *self.sft, *self.smoke[0].split()], True).eval_tasks
                         jobs.append(Job(self.out(title, seed), ["evaluate.py", str(self.root / f"base{seed}"), "--n", str(count), "--seed", str(seed),
                                                                "--out", str(self.out(title, seed)), "--threads", str(self.threads)],
                                         [], self.preset.costs[0] + 3 * count * self.preset.costs[4]))
