@@ -12,7 +12,8 @@ pretraining of the built-in model, demonstrations, tasks, tokens, sampling, test
 again, an interrupted one is resumed, one with other options is refused.
 
 Intervals: 95 % hierarchical bootstrap: seeds are drawn with replacement, then the tasks of each drawn seed; differences between arms
-are paired by task. With three seeds the spread between seeds is estimated from three numbers: take those intervals with care.
+are paired by task. With three seeds the spread between seeds is estimated from three numbers: take those intervals with care. On BFCL all
+seeds have the same test tasks, so its intervals speak of these tasks.
 
 Writes into --folder: results.json (every outcome as a bit, every step's metrics, all numbers of the tables), study.png (figure 2 of the
 paper, with a band over seeds; study-NAME.png for the other presets). results.json grows: presets and seeds that are not run again stay in
