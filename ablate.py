@@ -118,7 +118,7 @@ def against(arms: dict, other: str) -> dict:
     return {f"{title} against {other}": (title, other) for title, (_, rl, _, _) in arms.items() if rl and title != other}
 
 
-# learning rates: those of the built-in preset, or chosen on validation tasks of the first seed where a preset has tune. SFT + RC-GRPO
+# learning rates: those of the built-in preset, or chosen on validation tasks of seed 0 where a preset has tune. SFT + RC-GRPO
 # has the rate of SFT + GRPO, the further arms of RC-GRPO that of RCTP-FT + RC-GRPO; RCTP-FT's own was chosen for the built-in preset.
 RATES = {"sft": "1e-3", "grpo_sft": "5e-4", "grpo_rctp": "5e-4", "rc_rctp": "5e-4"}
 TUNE = {                   # (arm, rates to choose from)
@@ -142,7 +142,8 @@ class Preset:
     model: str = "builtin"
     jobs: int = 2                                        # programs side by side
     threads: int = 1                                     # of each
-    costs: tuple = (5, 70, 0.0105, 0.009, 0.011)         # seconds: start, pretraining, a trajectory's pass in stage 1, a rollout and its update, an evaluated episode
+    costs: tuple = (5, 70, 0.0105, 0.009, 0.011)         # seconds of: start, pretraining, a trajectory's pass in stage 1,
+                                                         # a rollout with its update, an evaluated episode
     smoke: tuple = ("--demos 8 --epochs 1 --eval_tasks 4", "--steps 1 --tasks 2 --group 2 --eval_tasks 4")
 
     @property
@@ -167,11 +168,12 @@ PRESETS = {
                     "--steps 8 --warmup 2 --eval_tasks 100", prefix="quick-"),
     "bfcl-135m": Preset("SmolLM2-135M-Instruct on the real benchmark", BFCL, {
         f"{split}: {title}": tuple(f"{split}: {arm}" for arm in pair) for split in ("random", "scenario") for title, pair in WHO.items()}, 1,
-        "--env bfcl --schemas compact --categories base,miss_func,miss_param --lr 3e-4 --epochs 5 --eval_tasks 60 --rows 128 --max_message 160 --max_messages 32",
-        "--steps 16 --warmup 3 --tasks 16 --group 4 --lr 2e-5 --eval_tasks 60 --rows 128 --max_message 160 --max_messages 32",
+        "--env bfcl --schemas compact --categories base,miss_func,miss_param --lr 3e-4 --epochs 5 --eval_tasks 60 --rows 64 --max_message 160 --max_messages 32",
+        "--steps 16 --warmup 3 --tasks 16 --group 4 --lr 2e-5 --eval_tasks 60 --rows 64 --max_message 160 --max_messages 32",
         prefix="bfcl-135m-", model="SmolLM2-135M-Instruct", jobs=4, threads=4, costs=(20, 0, 0.018, 0.08, 0.06),
         smoke=(f"--demos 2 --epochs 1 --batch 4 --lr 1e-5 {BFCL_SMOKE}", f"--steps 1 --tasks 1 --group 2 {BFCL_SMOKE}")),
-    # costs on paper, at 40 % of an H200's bf16 peak: 3 forward passes an episode of 6000 tokens in stage 1; 4 in an update, and 600 sampled tokens at 2,800 tokens a second
+    # costs on paper, at 40 % of an H200's bf16 peak, an episode having 6000 tokens: 3 forward passes in stage 1; 4 in an update, and
+    # 600 sampled tokens at 2,800 tokens a second
     "bfcl-7b": Preset("Qwen2.5-7B-Instruct with the paper's options; not run by us", BFCL, {
         f"{split}: {title}": tuple(f"{split}: {arm}" for arm in pair) for split in ("random", "scenario") for title, pair in WHO.items()}, 1,
         "--env bfcl --eval_tasks 80 --rows 32", "--eval_tasks 80 --rows 32",
@@ -308,8 +310,8 @@ class Study:
         return jobs
 
     def tuning(self, keys) -> dict[str, dict[str, Job]]:
-        """The runs that a rate is chosen by: name of the rate -> rate -> job. First seed, validation tasks."""
-        runs, seed = {}, self.o.first_seed
+        """The runs that a rate is chosen by: name of the rate -> rate -> job. Seed 0, validation tasks."""
+        runs, seed = {}, 0
         for key in keys:
             title, rates = TUNE[key]
             runs[key] = {}
@@ -337,8 +339,8 @@ class Study:
             for keys in (("sft",), ("grpo_sft", "grpo_rctp", "rc_rctp")):
                 runs = self.tuning(keys)
                 jobs = [job for of_rate in runs.values() for job in of_rate.values()]
-                starts = {path for job in jobs for path in job.after}
-                run_all([job for job in self.all_jobs() if job.out in starts] + jobs, self, runner)
+                starts = {self.preset.arms[TUNE[key][0]][0] for key in keys if self.preset.arms[TUNE[key][0]][1]}
+                run_all([self.stage1_job(name, 0) for name in sorted(starts)] + jobs, self, runner)
                 found |= self.choose(runs)
         run_all(self.all_jobs(), self, runner)
         return found
@@ -510,7 +512,8 @@ def collect(study: Study, found: dict) -> dict:
             if rl:
                 entry["before"] = bits(read(out, "before.json"))
                 metrics = read(out, "metrics.jsonl")
-                entry["steps"] = {key: [None if row.get(key) is None else round(row[key], 4) for row in metrics] for key in STEPS if any(key in row for row in metrics)}
+                entry["steps"] = {key: [None if row.get(key) is None else round(row[key], 4) for row in metrics]
+                                  for key in STEPS if any(key in row for row in metrics)}
             arms[title]["seeds"][str(seed)] = entry
     tuned = [job for of_rate in study.tuning(TUNE if preset.tune else ()).values() for job in of_rate.values()]
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
@@ -658,7 +661,8 @@ def table(result: dict) -> str:
         lines += ["", f"| success %, the blind spot apart | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
         lines += [f"| {title}, blind spot | {' | '.join(shown(by_part[name]) for name in names)} |" for title, by_part in numbers["spot"].items()]
     more = bool(numbers["spot_differences"])
-    lines += ["", "| each under its own token, paired by task | seeds | points [95 %] |" + (" in the blind spot |" if more else ""), "|---|---|---|" + ("---|" if more else "")]
+    lines += ["", "| each under its own token, paired by task | seeds | points [95 %] |" + (" in the blind spot |" if more else ""),
+              "|---|---|---|" + ("---|" if more else "")]
     for title, found in numbers["differences"].items():
         lines.append(f"| {title} | {found[0]} | {shown(found)} |" + (f" {shown(numbers['spot_differences'][title])} |" if more else ""))
     keys = ("zero_variance", "advantage_gap", "separation", "entropy", "reward")
@@ -681,7 +685,8 @@ def figure(result: dict, path: Path):
     most = max((len(arm["seeds"]) for arm in arms.values()), default=0)
     arms = dict([(title, arm) for title, arm in arms.items() if len(arm["seeds"]) == most][:8])
     fig, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    panels = [("advantage gap of a group", ["advantage_gap"]), ("training reward", ["reward"]), ("success by token (full: high, dashed: low)", ["reward_high", "reward_low"])]
+    panels = [("advantage gap of a group", ["advantage_gap"]), ("training reward", ["reward"]),
+              ("success by token (full: high, dashed: low)", ["reward_high", "reward_low"])]
     for axis, (heading, keys) in zip(axes, panels):
         for number, (title, arm) in enumerate(arms.items()):
             if len(keys) > 1 and arm["rl"] != "rcgrpo.py":
@@ -729,7 +734,8 @@ def main(argv=None):
     figure(result, study.root / ("study.png" if name == "main" else f"study-{name}.png"))
     print(f"\n{name}: {result['about']}\n\n{table(result)}")
     for key, values in found.items():
-        print(f"learning rate {key}, success on validation tasks: " + ", ".join(f"{value}: {score:.1f}" for value, score in values.items()) + f" -> {study.rates[key]}")
+        scores = ", ".join(f"{value}: {score:.1f}" for value, score in values.items())
+        print(f"learning rate {key}, success on validation tasks: {scores} -> {study.rates[key]}")
     print(f"{result['minutes']:.0f} minutes of programs; wrote {file} and the figure")
 
 

