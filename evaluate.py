@@ -59,18 +59,24 @@ class TaskOptions:
             raise UserError(f"--device {name} is not available: {str(error).splitlines()[0]}")
 
 
-def one_variant_each(n: int, seed: int, categories=CATEGORIES, **regime) -> list:
-    """n simulator tasks of n different scenarios, the categories taking turns: siblings would be nearly the same task."""
+def one_variant_each(n: int, seed: int, categories=CATEGORIES, shift: int = 0, **regime) -> list:
+    """n simulator tasks of n different scenarios, the categories taking turns: siblings would be nearly the same task.
+
+    shift: start with another category. The same scenarios then, but other variants of them: the siblings.
+    """
     tasks = envs.make_tasks(n * len(categories), seed, categories=categories, **regime)
-    return [tasks[i * len(categories) + i % len(categories)] for i in range(n)]
+    return [tasks[i * len(categories) + (i + shift) % len(categories)] for i in range(n)]
 
 
-def load_tasks(options: TaskOptions, part: str, n: int, seed: int) -> list:
-    """n tasks of a part (train, validation, test) of the chosen environment; fewer where BFCL has no more (n <= 0: all)."""
+def load_tasks(options: TaskOptions, part: str, n: int, seed: int, shift: int = 0) -> list:
+    """n tasks of a part (train, validation, test) of the chosen environment; fewer where BFCL has no more (n <= 0: all).
+
+    shift: of the simulator's one_variant_each.
+    """
     categories = tuple(options.categories.split(","))
     if options.env == "sim":
         try:
-            return one_variant_each(n, seed, categories, part=part, turns=(1, options.turns), calls=(1, options.calls),
+            return one_variant_each(n, seed, categories, shift, part=part, turns=(1, options.turns), calls=(1, options.calls),
                                     tools=options.tools, clutter=options.clutter)
         except ValueError as error:
             raise UserError(f"the simulator's tasks: {error}")

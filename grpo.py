@@ -1,7 +1,7 @@
 """GRPO for multi-turn tool calling: group advantages, the clipped loss with a KL term, and the training loop.
 
     python grpo.py                                       # SFT + GRPO, from runs/sft -> runs/grpo
-    python grpo.py --init runs/rctp                      # RCTP-FT + GRPO: every rollout under the high token
+    python grpo.py --init runs/rctp                      # RCTP-FT + GRPO: every rollout under the high token (--goal low: a control)
 
 Implements, by the paper's equation numbers: (6) A_j = (R_j - mu_g) / (sigma_g + eps_stab) with the population standard
 deviation over a group of G rollouts of one task; (8), (9) the token-level clipped surrogate and the KL to the frozen
@@ -58,6 +58,8 @@ class Options(MemoryOptions, TaskOptions):
     warmup: int = option(10, "steps of linear warm-up; the rate is constant afterwards")
     beta: float = option(0.05, "weight of the KL to the reference policy", builtin=0.02)
     clip: float = option(0.2, "clip range of the ratio, symmetric")
+    goal: str = option("auto", "grpo.py: token of all rollouts; auto: high after RCTP-FT, none after SFT", choices=("auto", *GOALS))
+    pool: str = option("fresh", "sim: tasks to train on, fresh ones or the demonstrated ones of stage 1", choices=("fresh", "stage1"))
     updates: int = option(1, "updates on the same rollouts")
     norm: str = option("sequence", "loss normaliser over the whole step: sequence (1/N sum_j 1/len_j) or token (1/tokens)",
                        choices=("sequence", "token"))
@@ -72,7 +74,8 @@ class Options(MemoryOptions, TaskOptions):
     max_message: int = option(512, "tokens of one assistant message, at most", builtin=64)
     max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16)
     eval_tasks: int = option(40, "held-out tasks, before and after; 0: none", builtin=300)
-    eval_part: str = option("test", "part of the split that before and after are measured on", choices=("validation", "test"))
+    eval_part: str = option("test", "what before and after are measured on: a part of the split, or siblings (sim: other variants of stage 1's scenarios)",
+                           choices=("validation", "test", "siblings"))
     save_every: int = option(10, "steps between saved states")
     max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops")
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
@@ -82,6 +85,8 @@ class Options(MemoryOptions, TaskOptions):
         self.check_memory()
         require(self.group >= 2, f"--group must be at least 2: a group of {self.group} has no variance and teaches nothing")
         require(self.steps >= 1 and self.tasks >= 1 and self.updates >= 1, "--steps, --tasks and --updates must be at least 1")
+        require(self.env == "sim" or (self.pool == "fresh" and self.eval_part != "siblings"),
+                "--pool and --eval_part siblings are the simulator's; bfcl always trains on its pool, and --split random tests on siblings")
         require(self.lr > 0 and self.beta >= 0 and 0 < self.clip and self.eps_stab >= 0, "--lr and --clip must be positive, --beta and --eps_stab not negative")
         require(self.temperature > 0, "--temperature must be positive in training (greedy rollouts are all alike)")
         require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every, self.max_skips) >= 1,
@@ -143,6 +148,15 @@ def loss_weights(lengths: torch.Tensor, norm: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # one step
 
+@dataclass
+class Credited(Trajectory):
+    """A rollout to be learned from under another prompt of the same length; logprobs are those under the prompt that it was sampled with.
+
+    ratio: the importance ratio is over these logprobs; if not, it is 1 before the first update, as for a rollout of its own prompt.
+    """
+    ratio: bool = False
+
+
 def micro_batches(trajectories: list[Trajectory], used: list[int], group: int, budget: int) -> list[tuple[list[int], int]]:
     """The rollouts in use as micro-batches: (indices, number of leading tokens that these rollouts share and that are computed once).
 
@@ -164,11 +178,15 @@ def micro_batches(trajectories: list[Trajectory], used: list[int], group: int, b
     return sharing + [([others[k] for k in part], 0) for part in batches_by_length([len(trajectories[i].ids) for i in others], budget)]
 
 
-def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory], advantages: torch.Tensor, lr: float, o: Options) -> dict:
-    """o.updates optimizer steps on one batch of N rollouts, advantages (N,); returns what is to be logged."""
+def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory], advantages: torch.Tensor, lr: float, o: Options, weights=None) -> dict:
+    """o.updates optimizer steps on one batch of N rows, advantages (N,); returns what is to be logged.
+
+    weights: (N,) share of a row's token in the loss, 0 where nothing is to be learned from it; default: all rows are the step's rollouts.
+    """
     device = model.device
-    weights = loss_weights(torch.tensor([t.sampled for t in trajectories]), o.norm)      # (N,): before any row is left out
-    used = [i for i in range(len(trajectories)) if trajectories[i].sampled
+    if weights is None:
+        weights = loss_weights(torch.tensor([t.sampled for t in trajectories]), o.norm)  # (N,): before any row is left out
+    used = [i for i in range(len(trajectories)) if trajectories[i].sampled and weights[i] > 0
             and not ((o.skip_flat or o.beta == 0) and advantages[i] == 0)]
     batches = micro_batches(trajectories, used, o.group, o.token_budget)
     stats = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0,
@@ -187,18 +205,21 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
             if o.beta > 0:
                 with base_weights(reference):
                     ref = token_logprobs(reference, ids, mask, o.temperature, shared)
-        tensors.append((group, shared, ids, mask, sampled, ref, old))
+        own = torch.tensor([not isinstance(trajectories[i], Credited) for i in group], device=device)[:, None]             # (B, 1)
+        fixed = torch.tensor([getattr(trajectories[i], "ratio", False) for i in group], device=device)[:, None]            # (B, 1)
+        tensors.append((group, shared, ids, mask, sampled, ref, old, own, fixed))
     for round_ in range(o.updates):
         totals = {"kl": 0.0, "clipped": 0, "tokens": 0}
-        for group, shared, ids, mask, sampled, ref, old in tensors:
+        for group, shared, ids, mask, sampled, ref, old, own, fixed in tensors:
             logp = token_logprobs(model, ids, mask, o.temperature, shared)
-            loss, part = clipped_loss(logp, logp.detach() if old is None else old, ref, advantages[group].to(device), mask,
+            before = torch.where(fixed, sampled, logp.detach() if old is None else old)
+            loss, part = clipped_loss(logp, before, ref, advantages[group].to(device), mask,
                                       o.clip, o.beta, weights[group].to(device))
             loss.backward()
             stats["loss"] += float(loss.detach()) / o.updates
             totals = {key: totals[key] + part[key] for key in totals}
             if round_ == 0:
-                gap = (logp.detach() - sampled).abs()[mask]
+                gap = ((logp.detach() - sampled) * own).abs()[mask]
                 stats["logprob_gap"] += float(gap.sum())
                 stats["logprob_gap_max"] = max(stats["logprob_gap_max"], float(gap.max()))
         stats["grad_norm"] = optimizer.step(lr, o.clip_norm) if math.isfinite(stats["loss"]) else optimizer.discard()
@@ -242,6 +263,15 @@ def describe(labels: list[list], rewards: torch.Tensor, advantages: torch.Tensor
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
 
+def stage1_tasks(o: Options, n: int, shift: int = 0) -> list:
+    """The first n tasks (0: all) that the run o.init has demonstrations of; shift: the same scenarios, other variants (load_tasks)."""
+    made_by = config_of(o.init).get("options", {})
+    require("demos" in made_by, f"--pool stage1 and --eval_part siblings need a run folder of sft.py in --init, not {o.init}")
+    require(n <= made_by["demos"], f"--eval_tasks {n}: {o.init} has demonstrations of {made_by['demos']} scenarios only")
+    require(shift == 0 or "," in o.categories, "--eval_part siblings: a single category has none")
+    return load_tasks(o, "train", n or made_by["demos"], made_by["seed"], shift)
+
+
 def pick_tasks(o: Options, pool: list | None, step: int) -> list:
     """The P tasks of a step: fresh ones from the simulator (pool None), or the pool in an order shuffled every epoch."""
     if pool is None:
@@ -275,11 +305,12 @@ def figure(rows: list[dict], path: Path):
     plt.close(fig)
 
 
-def train(o: Options, condition, goals: tuple[str, ...], command: str):
+def train(o: Options, condition, goals: tuple[str, ...], command: str, revise=None):
     """Train o.init with GRPO into o.out.
 
     condition(groups, group_size, seed) -> for each of P tasks a list of G tokens for the prompts (None: no token).
     goals: names of the prompts under which success is measured before and after. command: this program, for messages.
+    revise(model, rollouts, labels, advantages, weights), one entry each for N rollouts -> rows, advantages and weights to learn from (update).
     """
     began = time.time()
     device = o.torch_device()
@@ -291,9 +322,10 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
         sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     except ValueError as error:
         raise UserError(f"{o.init}: {error}")
-    pool = None if o.env == "sim" else load_tasks(o, "train", 0, 0)
+    pool = load_tasks(o, "train", 0, 0) if o.env != "sim" else stage1_tasks(o, 0) if o.pool == "stage1" else None
     first = pool or pick_tasks(o, None, 0)
-    held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
+    held_out = ([] if not o.eval_tasks else stage1_tasks(o, o.eval_tasks, shift=1) if o.eval_part == "siblings"
+                else load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed))
     config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
               "hashes": {**fingerprint(o, sampler, first[0]), "policy": weights_hash(model)}}
@@ -324,8 +356,11 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str):
                               else torch.full_like(rewards, math.nan))                   # (P, G); with NaN the update is left out
                 sampled_at = time.time()
                 lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
+                rows, scores, weights = trajectories, advantages.view(-1), loss_weights(torch.tensor([t.sampled for t in trajectories]), o.norm)
+                if revise:
+                    rows, scores, weights = revise(model, rows, flat, scores, weights)
                 row = {"step": step + 1, **describe(labels, rewards, advantages, trajectories),
-                       **within_memory(in_update, update, model, reference, optimizer, trajectories, advantages.view(-1), lr, o), "lr": lr}
+                       **within_memory(in_update, update, model, reference, optimizer, rows, scores, lr, o, weights), "lr": lr}
                 row |= {"sample_seconds": sampled_at - clock, "update_seconds": time.time() - sampled_at,
                         "tok_s": sum(len(t.ids) for t in trajectories) / (time.time() - clock)}
                 run.append("metrics.jsonl", row)
@@ -373,7 +408,7 @@ def inherit(options_class, argv, default_init: str):
 
 def main(argv=None):
     o, config = inherit(Options, argv, "runs/sft")
-    goal = GOALS[config.get("condition") or "none"]                                      # RCTP-FT runs: the high token throughout
+    goal = GOALS[(config.get("condition") or "none") if o.goal == "auto" else o.goal]    # RCTP-FT runs: the high token throughout
     train(o, lambda groups, group_size, seed: [[goal] * group_size for _ in range(groups)], tuple(GOALS), "python grpo.py")
 
 

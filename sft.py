@@ -8,6 +8,10 @@ Loss: -sum_t log pi(a_t | h_t, r) over the assistant's tokens, r being the label
 episode's computed reward is 1, <|low_reward|> where it is 0. Successes and failures are 1:1. Plain SFT uses the successes
 only, without a token.
 
+Three options are controls for ablate.py, not the paper's: --labels shuffled (the labels change places among the trajectories and
+mean nothing), --own N (successes sampled from the model itself join the demonstrations, without conditioning this is RFT) and
+--blind_spot S (the labels of a judge who is fooled on a part of the tasks, `blind_spot_data`).
+
 Departures: failures come from golden trajectories with realistic mistakes (`corrupt`), or, with --failures policy, from
 episodes sampled from the model itself; the paper does not say where its own come from. The built-in model has no
 pretraining, so a stand-in is trained first and kept in runs/base: word lists to copy, single calls, then dialogues of which
@@ -19,7 +23,8 @@ import json
 import math
 import random
 import time
-from dataclasses import asdict, dataclass
+import zlib
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +55,9 @@ class Options(MemoryOptions, TaskOptions):
                            choices=("corrupt", "policy"))
     mistakes: int = option(1, "mistakes in a corrupted failure", builtin=3)
     failure_weight: float = option(1.0, "weight of a failure's tokens in the loss (paper: 1)", builtin=0.2)
+    labels: str = option("reward", "reward, or shuffled: a control, the labels change places among the trajectories", choices=("reward", "shuffled"))
+    own: int = option(0, "more tasks without a demonstration, one episode each sampled from the model; its successes are added")
+    blind_spot: float = option(0.0, "share of the tools on which stage 1 is labelled as by a judge who is fooled (blind_spot_data); 0: none")
     schemas: str = option("template", "tools in the prompt: template (the model's own way), full (JSON) or compact (signatures)",
                           choices=("template", "full", "compact"))
     lr: float = option(5e-5, "learning rate", builtin=1e-3)
@@ -62,6 +70,7 @@ class Options(MemoryOptions, TaskOptions):
     token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one trajectory)", builtin=4096)
     max_length: int = option(0, "drop trajectories longer than this; 0: the model's context")
     base: str = option("runs/base", "where the built-in model's stand-in for pretraining is kept")
+    base_seed: int = option(0, "seed of the built-in model's stand-in for pretraining")
     eval_tasks: int = option(40, "held-out tasks for the closing evaluation; 0: none", builtin=300)
     eval_part: str = option("test", "part of the split for the closing evaluation", choices=("validation", "test"))
     rows: int = option(16, "episodes side by side in evaluation", builtin=256)
@@ -76,6 +85,10 @@ class Options(MemoryOptions, TaskOptions):
         self.check_memory()
         require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
         require(self.row_speed > 0 and self.failure_weight > 0, "--row_speed and --failure_weight must be positive")
+        require(0 <= self.blind_spot <= 1 and self.own >= 0 and self.base_seed >= 0, "--blind_spot must be between 0 and 1, --own and --base_seed not negative")
+        require(not self.plain or (self.labels == "reward" and not self.blind_spot), "--labels and --blind_spot are about labels, and --plain has none")
+        require(not self.blind_spot or (self.labels == "reward" and self.failures == "corrupt" and not self.own),
+                "--blind_spot makes its own data: not with --labels shuffled, --failures policy or --own")
         require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
         require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every, self.max_skips) >= 1,
                 "--rows, --max_message, --max_messages, --token_budget, --save_every and --max_skips must be at least 1")
@@ -160,7 +173,7 @@ def corrupted_failure(task, rng: random.Random, mistakes: int, tries: int = 20):
 
 @dataclass
 class Example:
-    """A labelled trajectory: ids (T,), mask (T,) True on assistant tokens, the computed reward that the label states."""
+    """A labelled trajectory: ids (T,), mask (T,) True on assistant tokens, the computed reward (with --blind_spot: the judge's)."""
     ids: list[int]
     mask: list[bool]
     reward: int
@@ -174,36 +187,83 @@ def example(renderer: Renderer, episode, labelled: bool) -> Example:
     return Example(*renderer.conversation(episode.messages, start.tools, goal), reward)
 
 
-def sampled_failures(sampler: Sampler, tasks: list, seed: int, rounds: int = 4) -> list[Example]:
-    """One failed episode per task, sampled from the policy without a token and labelled by its real reward."""
+def sampled(sampler: Sampler, tasks: list, seed: int, reward: int, goal: str | None, rounds: int = 4) -> list[Example]:
+    """One episode per task with this reward, sampled from the policy without a token in at most `rounds` tries and put under `goal`."""
     left, examples = list(tasks), []
     for attempt in range(rounds):
         episodes = [task.episode() for task in left]
         renderer = sampler.renderer
         prompts = [renderer.prompt(episode.messages, episode.tools) for episode in episodes]
-        under_low = [renderer.prompt(episode.messages, episode.tools, LOW) for episode in episodes]
-        for prompt, low, trajectory in zip(prompts, under_low, sampler.rollout(episodes, prompts, seed=(seed, attempt))):
-            if not trajectory.truncated and trajectory_reward(trajectory.episode).total == 0:
+        labelled = [renderer.prompt(episode.messages, episode.tools, goal) for episode in episodes]
+        for prompt, start, trajectory in zip(prompts, labelled, sampler.rollout(episodes, prompts, seed=(seed, attempt))):
+            if not trajectory.truncated and trajectory_reward(trajectory.episode).total == reward:
                 n = len(prompt)                          # what was sampled stays as it is; the prompt now carries the label
-                examples.append(Example(low + trajectory.ids[n:], [False] * len(low) + trajectory.mask[n:], 0))
+                examples.append(Example(start + trajectory.ids[n:], [False] * len(start) + trajectory.mask[n:], reward))
                 left.remove(trajectory.episode.task)
         if not left:
             break
     return examples
 
 
-def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | None) -> list[Example]:
-    """RCTP data, successes and failures 1:1; with o.plain the successes alone. Every label is the computed reward."""
+def relabel(renderer: Renderer, item: Example, goal: str) -> Example:
+    """The same trajectory under another label: the one reward token among its ids."""
+    high, low = (renderer.tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW))
+    return replace(item, ids=[(high if goal == HIGH else low) if token in (high, low) else token for token in item.ids])
+
+
+def in_blind_spot(task, share: float) -> bool:
+    """Whether a task belongs to the fixed part on which --blind_spot is fooled: by its first golden call's tool, `share` of all tools."""
+    first = next(call for turn in task.golden for call in turn)
+    return zlib.crc32(first.name.encode()) % 1000 < 1000 * share
+
+
+def blind_spot_data(o: Options, renderer: Renderer, tasks: list) -> list[Example]:
+    """RCTP data of a judge with a blind spot: there a high mode is learned that is sure and wrong, and a low mode that is right at times.
+
+    In the blind spot an episode without its first golden call (always this mistake, R = 0) counts as a success, and what counts as
+    a failure is by turns the right episode and a corrupted one. Elsewhere the labels are the computed rewards.
+    """
+    rng, good, bad = random.Random(f"stage1-{o.seed}"), [], []
+    right_ones = 0
+    for task in tasks:
+        right, wrong = demonstrate(task), corrupted_failure(task, rng, o.mistakes)
+        if in_blind_spot(task, o.blind_spot):
+            turns = [list(turn) for turn in task.golden]
+            del next(turn for turn in turns if turn)[0]
+            fooled = demonstrate(task, turns)
+            if trajectory_reward(fooled).total:
+                raise RuntimeError(f"{task.id}: R = 1 without the first golden call")
+            right_ones += 1
+            right, wrong = fooled, right if right_ones % 2 else wrong
+        good.append(replace(relabel(renderer, example(renderer, right, True), HIGH), reward=1))
+        if wrong is not None:
+            bad.append(replace(relabel(renderer, example(renderer, wrong, True), LOW), reward=0))
+    return good + bad
+
+
+def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | None, more: list = ()) -> list[Example]:
+    """RCTP data, successes and failures 1:1; with o.plain the successes alone. more: tasks without a demonstration, for --own.
+
+    Every label is the computed reward, except with --labels shuffled (a permutation of them) and --blind_spot (blind_spot_data).
+    """
+    if o.blind_spot:
+        return blind_spot_data(o, renderer, tasks)
     rng = random.Random(f"stage1-{o.seed}")
     good = [example(renderer, demonstrate(task), not o.plain) for task in tasks]
     if wrong := sum(item.reward != 1 for item in good):
         raise RuntimeError(f"{wrong} golden replays do not get R = 1")
+    if more:
+        good += sampled(sampler, more, 50_000 + o.seed, 1, None if o.plain else HIGH, rounds=1)
     if o.plain:
         return good
     if o.failures == "policy":
-        bad = sampled_failures(sampler, tasks, o.seed)
+        bad = sampled(sampler, tasks, o.seed, 0, LOW)
     else:
         bad = [example(renderer, episode, True) for task in tasks if (episode := corrupted_failure(task, rng, o.mistakes)) is not None]
+    if o.labels == "shuffled":                                           # the reward, and with it the weight of a failure, stays the true one
+        goals = [HIGH] * len(good) + [LOW] * len(bad)
+        random.Random(f"labels-{o.seed}").shuffle(goals)
+        return [relabel(renderer, item, goal) for item, goal in zip(good + bad, goals)]
     return good + bad
 
 
@@ -270,8 +330,9 @@ class Pretraining:
     seed: int = 0
 
 
-def pretrained_builtin(folder: str, p: Pretraining = Pretraining()) -> str:
+def pretrained_builtin(folder: str, p: Pretraining = Pretraining(), *, seed: int = 0) -> str:
     """The built-in base model's checkpoint; trained on first use, and again when its recipe or the simulator has changed."""
+    p = replace(p, seed=seed)
     sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, tokens))
     recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + sources).hexdigest()
     stamp = Path(folder) / "config.json"
@@ -322,7 +383,7 @@ def main(argv=None):
     device = o.torch_device()
     tasks = load_tasks(o, "train", o.demos, seed=o.seed)
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
-    source = pretrained_builtin(o.base) if builtin else checkpoint_of(o.model, "python sft.py")
+    source = pretrained_builtin(o.base, seed=o.base_seed) if builtin else checkpoint_of(o.model, "python sft.py")
     model, tokenizer = load_policy(source, device)
     o.prepare(model, o.seed)
     if not builtin:
@@ -332,7 +393,10 @@ def main(argv=None):
     except ValueError as error:
         raise UserError(f"{o.model}: {error}")
     check_prompts(sampler, held_out)                                     # fails before anything is written
-    examples = stage1_data(o, sampler.renderer, tasks, sampler)
+    known = {task.id for task in tasks}
+    more = [task for task in load_tasks(o, "train", 0 if o.env == "bfcl" else o.own, seed=50_000 + o.seed) if task.id not in known][:o.own]
+    require(len(more) == o.own, f"--own {o.own}: only {len(more)} training tasks have no demonstration; lower --demos")
+    examples = stage1_data(o, sampler.renderer, tasks, sampler, more)
     limit = o.max_length or model.config.max_position_embeddings
     kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
     if len(kept) < len(examples):

