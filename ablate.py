@@ -1,6 +1,6 @@
 """The study: the paper's 2x2 {SFT, RCTP-FT} x {GRPO, RC-GRPO}, and what its readers asked.
 
-    python ablate.py                                     # preset main: built-in model, five seeds, 40 minutes on 2 cores
+    python ablate.py                                     # preset main: built-in model, five seeds, an hour or so on 2 cores
     python ablate.py --quick                             # its four arms in less than 5 minutes
     python ablate.py --preset leaky                      # others: shortcut, controls, bfcl-135m, bfcl-7b
     python ablate.py --preset main --plan                # what would run, and for how long
