@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PrinterCallback
 
 import grpo
 from evaluate import TASK_KEYS, TaskOptions, load_tasks
-from model import Optimizer, add_reward_tokens, builtin_policy, frozen_copy, load_policy, save_policy
+from model import Optimizer, add_reward_tokens, builtin_policy, load_policy, reference_policy, save_policy
 from rcgrpo import draw_tokens
 from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
 from sampler import Sampler, Trajectory
@@ -502,9 +502,8 @@ def learner(subject: Subject, group: int, rows: int, **changes):
     `new` tokens each -> (seconds of rollouts, of the update, peak GiB, trajectories). With LoRA the model keeps its adapters."""
     model, device, play = subject.model, subject.model.device, fixed_length(subject, rows)
     options = grpo.Options(**{"beta": 0.05, "group": group, "token_budget": 16384 if on_gpu(subject) else 4096, **changes})
-    if hasattr(options, "prepare"):                      # adapters, checkpointing
-        options.prepare(model, options.seed)
-    reference = model if getattr(options, "lora_rank", 0) else frozen_copy(model)        # with LoRA the same weights, adapters off
+    options.prepare(model, options.seed)
+    reference = reference_policy(model)
     optimizer = Optimizer(model, options.lr, betas=(0.9, options.beta2))
 
     def step(prompts, new):
@@ -585,9 +584,7 @@ def update(subject: Subject, o: Options, report: Report):
     gpu, total = on_gpu(subject), sum(p.numel() for p in subject.model.parameters())
     n, length, new = (8, 6000, 60 if o.quick else 600) if gpu else (o.tasks * o.group, 192 + o.new, o.new)
     for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 32, "grad_checkpoint": True}))[:2 if gpu else 1]:
-        if not set(changes) <= {field.name for field in fields(grpo.Options)}:
-            report.note(f"update, {name}: left out, grpo.py has no --{', --'.join(changes)}")
-        elif gpu and not changes and 20 * total > torch.cuda.get_device_properties(subject.model.device).total_memory:
+        if gpu and not changes and 20 * total > torch.cuda.get_device_properties(subject.model.device).total_memory:
             report.note(f"update, {subject.name}, {name}: left out, its 18 bytes a weight are {18 * total / 1e9:.0f} GB, activations come on top")
         else:
             prompts = random_prompts(subject, n, length - new, o.seed)

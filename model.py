@@ -16,6 +16,7 @@ own reference included, and 16 per weight of the adapters.
 - Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
 """
 import copy
+import functools
 import inspect
 import math
 import os
@@ -263,8 +264,12 @@ def _score(model, hidden, targets, temperature):
 
 def cache_argument(model) -> str:
     """What this version of transformers calls the cache that a model's forward takes (renamed in 5.2x)."""
-    names = inspect.signature(type(model.base_model).forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
+    return _cache_argument(type(model.base_model))
+
+
+@functools.cache
+def _cache_argument(kind: type) -> str:                  # asked before every decoding step, and a signature takes time to read
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 class _Prompt(Cache):

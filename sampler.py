@@ -7,7 +7,7 @@ are refilled from the queue. Works with every transformers model that uses the s
 
 What makes it fast:
 - A prefix that a new prompt shares with a prompt in the cache is copied, not computed: a group's prompt up to the reward
-  token is fed once, and so are system prompts and tool schemas that several tasks have in common (`Sampler._share`).
+  token is fed once, and so are system prompts and tool schemas that several tasks have in common (`Sampler._refill`).
 - Grouped queries without repeated keys: the query heads of a group stand side by side as if they were tokens.
 - One decoding step is one function of tensors whose shapes do not change (`Sampler._step`). On a GPU it is captured as a CUDA
   graph, once for each pair of rows and key span, and replayed: one launch, one copy in and one copy out for each step.

@@ -335,8 +335,9 @@ def near_collapse(o: Options):
                   measured["push"][0] / pushed, measured["push"][1] / pushed,
                   verdict(near(measured["push"][0], exact["push"], measured["push"][1])))
     for q in (0.02, 0.5):
-        ratios = {G: binomial_group(q, G)["push"] / binomial_group(q, G)["noise"] / math.sqrt(G) for G in (2, 4, 8, 16)}
-        for G, exact in ratios.items():
+        for G in (2, 4, 8, 16):
+            group = binomial_group(q, G)
+            exact = group["push"] / group["noise"] / math.sqrt(G)
             picks = draw(torch.tensor([q, 1 - q]), o.samples * G, gen).view(-1, G)
             push = step(bandit, bandit.table([q, 1 - q])[None], torch.zeros_like(picks), picks)[:, 0, 0, 0].double()
             measured = float(push.mean() / push.std() / math.sqrt(G))
