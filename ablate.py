@@ -46,15 +46,15 @@ from run import FREE, UserError, make_options, option, program, read_flags, read
 # ---------------------------------------------------------------------------------------------------------------------
 # the arms
 
-# stage 1: flags of sft.py. {sft}, {grpo_sft}, {grpo_rctp}, {rc_rctp}: learning rates, see RATES
+# stage 1: flags of sft.py. {sft}, {rctp}, {grpo_sft} and so on: learning rates, see RATES
 STAGE1 = {
     "base":          "",                                 # the stand-in for pretraining, evaluated only
     "sft":           "--plain --lr {sft}",
     "sft-long":      "--plain --lr {sft} --epochs 6",    # as many optimizer steps as RCTP-FT
-    "rctp":          "",
-    "rctp-policy":   "--failures policy",
-    "rctp-shuffled": "--labels shuffled",
-    "rctp-spot":     "--blind_spot 0.5",
+    "rctp":          "--lr {rctp}",
+    "rctp-policy":   "--failures policy --lr {rctp}",
+    "rctp-shuffled": "--labels shuffled --lr {rctp}",
+    "rctp-spot":     "--blind_spot 0.5 --lr {rctp}",
     "rft":           "--plain --lr {sft} --own 1000",
     "sft-random":    "--plain --split random",
     "rctp-random":   "--split random",
@@ -67,7 +67,7 @@ FOUR = {
     "SFT":                       ("sft",  "", "", 9),
     "RCTP-FT":                   ("rctp", "", "", 9),
     "SFT + GRPO":                ("sft",  "grpo.py",   "--lr {grpo_sft}", 9),
-    "SFT + RC-GRPO":             ("sft",  "rcgrpo.py", "--lr {grpo_sft}", 9),
+    "SFT + RC-GRPO":             ("sft",  "rcgrpo.py", "--lr {rc_sft}", 9),
     "RCTP-FT + GRPO":            ("rctp", "grpo.py",   "--lr {grpo_rctp}", 9),
     "RCTP-FT + RC-GRPO":         ("rctp", "rcgrpo.py", "--lr {rc_rctp}", 9),
 }
@@ -75,13 +75,18 @@ MAIN = {
     "base model":                ("base",     "", "", 9),
     "SFT, twice the epochs":     ("sft-long", "", "", 3),
     **FOUR,
-    "RC-GRPO, stratified":       ("rctp", "rcgrpo.py", "--lr {rc_rctp} --how stratified", 3),
-    "RC-GRPO, P(high) = 1/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.25", 3),
-    "RC-GRPO, P(high) = 3/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.75", 3),
-    "RCTP-FT, sampled failures": ("rctp-policy", "", "", 3),
-    "the same + RC-GRPO":        ("rctp-policy", "rcgrpo.py", "--lr {rc_rctp}", 3),
-    "RCTP-FT, shuffled labels":  ("rctp-shuffled", "", "", 3),
-    "shuffled + RC-GRPO":        ("rctp-shuffled", "rcgrpo.py", "--lr {rc_rctp}", 3),
+}
+VARIANTS = {
+    "RCTP-FT":                   FOUR["RCTP-FT"],
+    "RCTP-FT + GRPO":            FOUR["RCTP-FT + GRPO"],
+    "RCTP-FT + RC-GRPO":         FOUR["RCTP-FT + RC-GRPO"],
+    "RC-GRPO, stratified":       ("rctp", "rcgrpo.py", "--lr {rc_rctp} --how stratified", 9),
+    "RC-GRPO, P(high) = 1/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.25", 9),
+    "RC-GRPO, P(high) = 3/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.75", 9),
+    "RCTP-FT, sampled failures": ("rctp-policy", "", "", 9),
+    "sampled + RC-GRPO":         ("rctp-policy", "rcgrpo.py", "--lr {rc_rctp}", 9),
+    "RCTP-FT, shuffled labels":  ("rctp-shuffled", "", "", 9),
+    "shuffled + RC-GRPO":        ("rctp-shuffled", "rcgrpo.py", "--lr {rc_rctp}", 9),
 }
 LOW_ROWS = {
     "RC-GRPO, no low gradient":  ("rctp", "rcgrpo.py", "--lr {rc_rctp} --no-low_gradient", 9),
@@ -92,11 +97,11 @@ CONTROLS = {
     **FOUR,
     "RFT":                       ("rft",  "", "", 9),
     "RFT + GRPO":                ("rft",  "grpo.py",   "--lr {grpo_sft}", 9),
-    "RFT + RC-GRPO":             ("rft",  "rcgrpo.py", "--lr {grpo_sft}", 9),
+    "RFT + RC-GRPO":             ("rft",  "rcgrpo.py", "--lr {rc_sft}", 9),
     "GRPO, all low":             ("rctp", "grpo.py",   "--lr {grpo_rctp} --goal low", 9),
     "GRPO, temperature 1.3":     ("rctp", "grpo.py",   "--lr {grpo_rctp} --temperature 1.3", 9),
-    "GRPO, G = 4":               ("rctp", "grpo.py",   "--lr {grpo_rctp} --tasks 64 --group 4", 9),
-    "RC-GRPO, G = 4":            ("rctp", "rcgrpo.py", "--lr {rc_rctp} --tasks 64 --group 4", 9),
+    "GRPO, G = 4":               ("rctp", "grpo.py",   "--lr {grpo_rctp} --tasks 48 --group 4", 9),
+    "RC-GRPO, G = 4":            ("rctp", "rcgrpo.py", "--lr {rc_rctp} --tasks 48 --group 4", 9),
     **LOW_ROWS,
 }
 SPOT = {title: ("rctp-spot", *rest) for title, (stage1, *rest) in {**FOUR, **LOW_ROWS}.items() if stage1 == "rctp"}
@@ -110,6 +115,8 @@ WHO = {
     "RC-GRPO instead of GRPO, after SFT":       ("SFT + RC-GRPO", "SFT + GRPO"),
     "RC-GRPO instead of GRPO, after RCTP-FT":   ("RCTP-FT + RC-GRPO", "RCTP-FT + GRPO"),
     "all of RC-GRPO: RCTP-FT + RC-GRPO against SFT + GRPO": ("RCTP-FT + RC-GRPO", "SFT + GRPO"),
+    "what RL adds: SFT + GRPO against SFT":     ("SFT + GRPO", "SFT"),
+    "what RL adds: RCTP-FT + RC-GRPO against RCTP-FT": ("RCTP-FT + RC-GRPO", "RCTP-FT"),
 }
 
 
@@ -118,14 +125,16 @@ def against(arms: dict, other: str) -> dict:
     return {f"{title} against {other}": (title, other) for title, (_, rl, _, _) in arms.items() if rl and title != other}
 
 
-# learning rates: those of the built-in preset, or chosen on validation tasks of seed 0 where a preset has tune. SFT + RC-GRPO
-# has the rate of SFT + GRPO, the further arms of RC-GRPO that of RCTP-FT + RC-GRPO; RCTP-FT's own was chosen for the built-in preset.
-RATES = {"sft": "1e-3", "grpo_sft": "5e-4", "grpo_rctp": "5e-4", "rc_rctp": "5e-4"}
+# learning rates: those of the built-in preset, or chosen on validation tasks of seed 0 where a preset has tune. Every arm of the 2x2
+# has its own; further arms have that of the one that they vary.
+RATES = {"sft": "1e-3", "rctp": "1e-3", "grpo_sft": "5e-4", "rc_sft": "5e-4", "grpo_rctp": "5e-4", "rc_rctp": "5e-4"}
 TUNE = {                   # (arm, rates to choose from)
-    "sft":       ("SFT", ("5e-4", "1e-3", "2e-3")),
-    "grpo_sft":  ("SFT + GRPO", ("5e-4", "1e-3")),
-    "grpo_rctp": ("RCTP-FT + GRPO", ("5e-4", "1e-3")),
-    "rc_rctp":   ("RCTP-FT + RC-GRPO", ("5e-4", "1e-3")),
+    "sft":       ("SFT", ("1e-3", "2e-3", "4e-3")),
+    "rctp":      ("RCTP-FT", ("5e-4", "1e-3", "2e-3")),
+    "grpo_sft":  ("SFT + GRPO", ("2.5e-4", "5e-4", "1e-3")),
+    "rc_sft":    ("SFT + RC-GRPO", ("2.5e-4", "5e-4", "1e-3")),
+    "grpo_rctp": ("RCTP-FT + GRPO", ("2.5e-4", "5e-4", "1e-3")),
+    "rc_rctp":   ("RCTP-FT + RC-GRPO", ("2.5e-4", "5e-4", "1e-3")),
 }
 
 
@@ -142,7 +151,7 @@ class Preset:
     model: str = "builtin"
     jobs: int = 2                                        # programs side by side
     threads: int = 1                                     # of each
-    costs: tuple = (5, 70, 0.0105, 0.009, 0.011)         # seconds of: start, pretraining, a trajectory's pass in stage 1,
+    costs: tuple = (5, 80, 0.012, 0.0115, 0.011)         # seconds of: start, pretraining, a trajectory's pass in stage 1,
                                                          # a rollout with its update, an evaluated episode
     smoke: tuple = ("--demos 8 --epochs 1 --eval_tasks 4", "--steps 1 --tasks 2 --group 2 --eval_tasks 4")
 
@@ -151,19 +160,23 @@ class Preset:
         return self.model == "builtin"
 
 
+RL = "--steps 20 --warmup 5 --tasks 24 --eval_tasks 200"
 BFCL_SMOKE = "--rows 4 --max_message 8 --max_messages 2 --token_budget 2048 --eval_tasks 1"
 PRESETS = {
-    "main": Preset("the 2x2 and its variants", MAIN, {
-        **WHO, "RCTP-FT against SFT with as many steps": ("RCTP-FT", "SFT, twice the epochs"),
-        **{f"{title} against RCTP-FT + RC-GRPO": (title, "RCTP-FT + RC-GRPO") for title, arm in MAIN.items() if arm[1] and title not in FOUR}},
-        5, "--eval_tasks 200", "--steps 20 --warmup 5 --eval_tasks 200", tune=True),
+    "main": Preset("the 2x2", MAIN, {
+        **WHO, "RCTP-FT against SFT with as many steps": ("RCTP-FT", "SFT, twice the epochs")},
+        5, "--eval_tasks 200", RL, tune=True),
+    "variants": Preset("how tokens are drawn, where failures come from, labels that mean nothing", VARIANTS, {
+        **against(VARIANTS, "RCTP-FT + RC-GRPO"), "failures: sampled against corrupted": ("RCTP-FT, sampled failures", "RCTP-FT"),
+        "labels: shuffled against true": ("RCTP-FT, shuffled labels", "RCTP-FT")},
+        3, "--eval_tasks 200", RL, tune=True),
     "controls": Preset("other ways to more successes or more variance", CONTROLS, {
         **WHO, "own successes: RFT against SFT": ("RFT", "SFT"), **against({k: v for k, v in CONTROLS.items() if k not in FOUR}, "RCTP-FT + GRPO")},
-        3, "--eval_tasks 200", "--steps 20 --warmup 5 --eval_tasks 200", tune=True),
+        3, "--eval_tasks 200", RL, tune=True),
     "leaky": Preset("RL on stage 1's own tasks after many passes over them, tested on other variants of the same scenarios", FOUR, WHO, 3,
-                    "--demos 300 --epochs 12 --eval_tasks 200", "--steps 30 --warmup 5 --pool stage1 --eval_part siblings --eval_tasks 200", prefix="leaky-"),
+                    "--demos 300 --epochs 12 --eval_tasks 200", f"{RL} --steps 30 --pool stage1 --eval_part siblings", prefix="leaky-"),
     "shortcut": Preset("a high mode that is sure and wrong on half the tools", SPOT, against(SPOT, "RCTP-FT + GRPO"), 3,
-                       "--eval_tasks 200", "--steps 30 --warmup 5 --eval_tasks 200", prefix="shortcut-"),
+                       "--eval_tasks 200", f"{RL} --steps 30", prefix="shortcut-"),
     "quick": Preset("the 2x2, small", FOUR, WHO, 2, "--demos 400 --warmup 30 --eval_tasks 100",
                     "--steps 8 --warmup 2 --eval_tasks 100", prefix="quick-"),
     "bfcl-135m": Preset("SmolLM2-135M-Instruct on the real benchmark", BFCL, {
@@ -309,6 +322,11 @@ class Study:
                         jobs.append(self.rl_job(title, seed))
         return jobs
 
+    def tuned(self, stage1: bool = True, rl: bool = True) -> list[str]:
+        """The rates that this preset chooses, those of stage 1 or RL or both."""
+        arms = self.preset.arms
+        return [key for key, (title, _) in TUNE.items() if self.preset.tune and title in arms and (rl if arms[title][1] else stage1)]
+
     def tuning(self, keys) -> dict[str, dict[str, Job]]:
         """The runs that a rate is chosen by: name of the rate -> rate -> job. Seed 0, validation tasks."""
         runs, seed = {}, 0
@@ -335,13 +353,12 @@ class Study:
     def run(self, runner):
         """Choose the rates, then all arms -> what the rates were chosen by. runner(command, log) -> exit status."""
         found = {}
-        if self.preset.tune:
-            for keys in (("sft",), ("grpo_sft", "grpo_rctp", "rc_rctp")):
-                runs = self.tuning(keys)
-                jobs = [job for of_rate in runs.values() for job in of_rate.values()]
-                starts = {self.preset.arms[TUNE[key][0]][0] for key in keys if self.preset.arms[TUNE[key][0]][1]}
-                run_all([self.stage1_job(name, 0) for name in sorted(starts)] + jobs, self, runner)
-                found |= self.choose(runs)
+        for keys in (self.tuned(rl=False), self.tuned(stage1=False)):
+            runs = self.tuning(keys)
+            jobs = [job for of_rate in runs.values() for job in of_rate.values()]
+            starts = {self.preset.arms[TUNE[key][0]][0] for key in keys if self.preset.arms[TUNE[key][0]][1]}
+            run_all([self.stage1_job(name, 0) for name in sorted(starts)] + jobs, self, runner)
+            found |= self.choose(runs)
         run_all(self.all_jobs(), self, runner)
         return found
 
@@ -442,7 +459,7 @@ def run_program(command: list[str], log: Path, threads: int = 1) -> int:
 def plan(study: Study) -> str:
     """What is still to be run, and for how long."""
     preset = study.preset
-    jobs = [job for of_rate in study.tuning(TUNE if preset.tune else ()).values() for job in of_rate.values()]
+    jobs = [job for of_rate in study.tuning(study.tuned()).values() for job in of_rate.values()]
     jobs = with_base(study, study.all_jobs() + jobs)
     lines = [f"{study.o.preset}: {preset.about}; seeds {', '.join(map(str, study.seeds))}; {len(jobs)} runs in {study.root}, "
              f"{sum(job.finished for job in jobs)} of them finished"]
@@ -515,7 +532,7 @@ def collect(study: Study, found: dict) -> dict:
                 entry["steps"] = {key: [None if row.get(key) is None else round(row[key], 4) for row in metrics]
                                   for key in STEPS if any(key in row for row in metrics)}
             arms[title]["seeds"][str(seed)] = entry
-    tuned = [job for of_rate in study.tuning(TUNE if preset.tune else ()).values() for job in of_rate.values()]
+    tuned = [job for of_rate in study.tuning(study.tuned()).values() for job in of_rate.values()]
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     return {"about": preset.about, "command": f"python ablate.py --preset {study.o.preset}", "model": preset.model,
             "machine": ", ".join([platform.machine(), f"{os.cpu_count()} CPU cores", *gpu]), "jobs": study.jobs, "threads": study.threads,
@@ -717,7 +734,7 @@ def main(argv=None):
     results = read_json(file) if file.exists() else {}
     if o.table_only:
         study.rates.update(results.get(name, {}).get("rates", {}))       # where the runs that chose them are not here
-        found = study.choose(study.tuning(TUNE)) if study.preset.tune else {}
+        found = study.choose(study.tuning(study.tuned()))
         found = {key: values or results.get(name, {}).get("chosen_by", {}).get(key, {}) for key, values in found.items()}
     else:
         print(plan(study), flush=True)
