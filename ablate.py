@@ -72,14 +72,12 @@ FOUR = {
     "RCTP-FT + RC-GRPO":         ("rctp", "rcgrpo.py", "--lr {rc_rctp}", 9),
 }
 MAIN = {
-    "base model":                ("base",     "", "", 9),
-    "SFT, twice the epochs":     ("sft-long", "", "", 3),
+    "base model":                ("base", "", "", 9),
     **FOUR,
 }
 VARIANTS = {
-    "RCTP-FT":                   FOUR["RCTP-FT"],
-    "RCTP-FT + GRPO":            FOUR["RCTP-FT + GRPO"],
-    "RCTP-FT + RC-GRPO":         FOUR["RCTP-FT + RC-GRPO"],
+    **FOUR,
+    "SFT, twice the epochs":     ("sft-long", "", "", 9),
     "RC-GRPO, stratified":       ("rctp", "rcgrpo.py", "--lr {rc_rctp} --how stratified", 9),
     "RC-GRPO, P(high) = 1/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.25", 9),
     "RC-GRPO, P(high) = 3/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.75", 9),
@@ -100,8 +98,8 @@ CONTROLS = {
     "RFT + RC-GRPO":             ("rft",  "rcgrpo.py", "--lr {rc_sft}", 9),
     "GRPO, all low":             ("rctp", "grpo.py",   "--lr {grpo_rctp} --goal low", 9),
     "GRPO, temperature 1.3":     ("rctp", "grpo.py",   "--lr {grpo_rctp} --temperature 1.3", 9),
-    "GRPO, G = 4":               ("rctp", "grpo.py",   "--lr {grpo_rctp} --tasks 48 --group 4", 9),
-    "RC-GRPO, G = 4":            ("rctp", "rcgrpo.py", "--lr {rc_rctp} --tasks 48 --group 4", 9),
+    "GRPO, G = 4":               ("rctp", "grpo.py",   "--lr {grpo_rctp} --tasks 40 --group 4", 9),
+    "RC-GRPO, G = 4":            ("rctp", "rcgrpo.py", "--lr {rc_rctp} --tasks 40 --group 4", 9),
     **LOW_ROWS,
 }
 SPOT = {title: ("rctp-spot", *rest) for title, (stage1, *rest) in {**FOUR, **LOW_ROWS}.items() if stage1 == "rctp"}
@@ -160,14 +158,13 @@ class Preset:
         return self.model == "builtin"
 
 
-RL = "--steps 20 --warmup 5 --tasks 24 --eval_tasks 200"
+RL = "--steps 20 --warmup 5 --tasks 20 --eval_tasks 200"
 BFCL_SMOKE = "--rows 4 --max_message 8 --max_messages 2 --token_budget 2048 --eval_tasks 1"
 PRESETS = {
-    "main": Preset("the 2x2", MAIN, {
-        **WHO, "RCTP-FT against SFT with as many steps": ("RCTP-FT", "SFT, twice the epochs")},
-        5, "--eval_tasks 200", RL, tune=True),
+    "main": Preset("the 2x2", MAIN, WHO, 5, "--eval_tasks 200", RL, tune=True),
     "variants": Preset("how tokens are drawn, where failures come from, labels that mean nothing", VARIANTS, {
-        **against(VARIANTS, "RCTP-FT + RC-GRPO"), "failures: sampled against corrupted": ("RCTP-FT, sampled failures", "RCTP-FT"),
+        **against({k: v for k, v in VARIANTS.items() if k not in FOUR}, "RCTP-FT + RC-GRPO"),
+        "RCTP-FT against SFT with as many steps": ("RCTP-FT", "SFT, twice the epochs"), "failures: sampled against corrupted": ("RCTP-FT, sampled failures", "RCTP-FT"),
         "labels: shuffled against true": ("RCTP-FT, shuffled labels", "RCTP-FT")},
         3, "--eval_tasks 200", RL, tune=True),
     "controls": Preset("other ways to more successes or more variance", CONTROLS, {
