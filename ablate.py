@@ -1,8 +1,8 @@
 """The study: the paper's 2x2 {SFT, RCTP-FT} x {GRPO, RC-GRPO}, and what its readers asked.
 
-    python ablate.py                                     # preset main: built-in model, five seeds, an hour or so on 2 cores
+    python ablate.py                                     # preset main: built-in model, five seeds, 40 minutes on 2 cores
     python ablate.py --quick                             # its four arms in less than 5 minutes
-    python ablate.py --preset leaky                      # others: shortcut, controls, bfcl-135m, bfcl-7b
+    python ablate.py --preset leaky                      # others: shortcut, controls, variants, bfcl-135m, bfcl-7b
     python ablate.py --preset main --plan                # what would run, and for how long
     python ablate.py --preset main --table_only          # table, figure and results.json again
 
@@ -15,9 +15,9 @@ Intervals: 95 % hierarchical bootstrap: seeds are drawn with replacement, then t
 are paired by task. With three seeds the spread between seeds is estimated from three numbers: take those intervals with care. On BFCL all
 seeds have the same test tasks, so its intervals speak of these tasks.
 
-Writes into --folder: results.json (every outcome as a bit, every step's metrics, all numbers of the tables), study.png (figure 2 of the
-paper, with a band over seeds; study-NAME.png for the other presets). results.json grows: presets and seeds that are not run again stay in
-it, and --merge adds those of other machines.
+Writes into --folder: results.json (every outcome as a bit, every step's metrics, all numbers of the tables), study-PRESET.png (figure 2
+of the paper, with a band over seeds) and study-PRESET-tokens.png (success by token over time). results.json grows: presets and seeds that
+are not run again stay in it, and --merge adds those of other machines.
 """
 import importlib.metadata
 import importlib.util
@@ -40,6 +40,7 @@ import torch
 import grpo
 import rcgrpo
 import sft
+import theory
 from evaluate import GOALS, TaskOptions, load_tasks, rate
 from run import FREE, UserError, make_options, option, program, read_flags, read_json, read_jsonl, require
 
@@ -128,7 +129,7 @@ def against(arms: dict, other: str) -> dict:
 RATES = {"sft": "1e-3", "rctp": "1e-3", "grpo_sft": "5e-4", "rc_sft": "5e-4", "grpo_rctp": "5e-4", "rc_rctp": "5e-4"}
 TUNE = {                   # (arm, rates to choose from)
     "sft":       ("SFT", ("1e-3", "2e-3", "4e-3")),
-    "rctp":      ("RCTP-FT", ("5e-4", "1e-3", "2e-3")),
+    "rctp":      ("RCTP-FT", ("1e-3", "2e-3", "4e-3")),
     "grpo_sft":  ("SFT + GRPO", ("2.5e-4", "5e-4", "1e-3")),
     "rc_sft":    ("SFT + RC-GRPO", ("2.5e-4", "5e-4", "1e-3")),
     "grpo_rctp": ("RCTP-FT + GRPO", ("2.5e-4", "5e-4", "1e-3")),
@@ -149,7 +150,7 @@ class Preset:
     model: str = "builtin"
     jobs: int = 2                                        # programs side by side
     threads: int = 1                                     # of each
-    costs: tuple = (5, 80, 0.012, 0.0115, 0.011)         # seconds of: start, pretraining, a trajectory's pass in stage 1,
+    costs: tuple = (6, 190, 0.018, 0.0158, 0.0075)         # seconds of: start, pretraining, a trajectory's pass in stage 1,
                                                          # a rollout with its update, an evaluated episode
     smoke: tuple = ("--demos 8 --epochs 1 --eval_tasks 4", "--steps 1 --tasks 2 --group 2 --eval_tasks 4")
 
@@ -171,11 +172,11 @@ PRESETS = {
         **WHO, "own successes: RFT against SFT": ("RFT", "SFT"), **against({k: v for k, v in CONTROLS.items() if k not in FOUR}, "RCTP-FT + GRPO")},
         3, "--eval_tasks 200", RL, tune=True),
     "leaky": Preset("RL on stage 1's own tasks after many passes over them, tested on other variants of the same scenarios", FOUR, WHO, 3,
-                    "--demos 300 --epochs 12 --eval_tasks 200", f"{RL} --steps 30 --pool stage1 --eval_part siblings", prefix="leaky-"),
+                    "--demos 300 --epochs 12 --eval_tasks 200", f"{RL} --pool stage1 --eval_part siblings", prefix="leaky-"),
     "shortcut": Preset("a high mode that is sure and wrong on half the tools", SPOT, against(SPOT, "RCTP-FT + GRPO"), 3,
                        "--eval_tasks 200", f"{RL} --steps 30", prefix="shortcut-"),
-    "quick": Preset("the 2x2, small", FOUR, WHO, 2, "--demos 400 --warmup 30 --eval_tasks 100",
-                    "--steps 8 --warmup 2 --eval_tasks 100", prefix="quick-"),
+    "quick": Preset("the 2x2, small: half of the pretraining, 8 steps of RL", FOUR, WHO, 1, "--base_share 0.5 --eval_tasks 100",
+                    "--steps 8 --warmup 2 --tasks 16 --eval_tasks 100", prefix="quick-"),
     "bfcl-135m": Preset("SmolLM2-135M-Instruct on the real benchmark", BFCL, {
         f"{split}: {title}": tuple(f"{split}: {arm}" for arm in pair) for split in ("random", "scenario") for title, pair in WHO.items()}, 1,
         "--env bfcl --schemas compact --categories base,miss_func,miss_param --lr 3e-4 --epochs 5 --eval_tasks 60 --rows 64 --max_message 160 --max_messages 32",
@@ -260,6 +261,10 @@ class Study:
     def stage1(self, name: str, seed: int) -> Path:
         return self.root / f"{self.prefix}{name}-{seed}"
 
+    def base(self, seed: int) -> Path:
+        """The stand-in for pretraining; presets with the whole of it share it."""
+        return self.root / f"{self.prefix if '--base_share' in self.sft else ''}base{seed}"
+
     def out(self, title: str, seed: int) -> Path:
         """What an arm's last program writes."""
         name, rl, _, _ = self.preset.arms[title]
@@ -275,7 +280,7 @@ class Study:
 
     def stage1_job(self, name: str, seed: int, out: Path | None = None, more: str = "") -> Job:
         flags = f"{' '.join(self.sft)} {STAGE1[name]} {more} {self.smoke[0]}".format(**self.rates).split()
-        model = ["--base", str(self.root / f"base{seed}"), "--base_seed", str(seed)] if self.preset.builtin else ["--model", self.model]
+        model = ["--base", str(self.base(seed)), "--base_seed", str(seed)] if self.preset.builtin else ["--model", self.model]
         out = out or self.stage1(name, seed)
         command = ["sft.py", *flags, *model, "--seed", str(seed), "--out", str(out), "--threads", str(self.threads)]
         return Job(out, command, [], self.expected(command))
@@ -312,7 +317,7 @@ class Study:
                         jobs.append(made[name, seed])
                     elif wanted == "RL" and name == "base":
                         count = parsed(["sft.py", *self.sft, *self.smoke[0].split()], True).eval_tasks
-                        jobs.append(Job(self.out(title, seed), ["evaluate.py", str(self.root / f"base{seed}"), "--n", str(count), "--seed", str(seed),
+                        jobs.append(Job(self.out(title, seed), ["evaluate.py", str(self.base(seed)), "--n", str(count), "--seed", str(seed),
                                                                "--out", str(self.out(title, seed)), "--threads", str(self.threads)],
                                         [], self.preset.costs[0] + 3 * count * self.preset.costs[4]))
                     elif wanted == "RL" and rl:
@@ -388,7 +393,7 @@ def with_base(study: Study, jobs: list[Job]) -> list[Job]:
                 job.after = [*job.after, makers[base]]
             elif job.command[0] == "sft.py" and not job.finished:
                 makers[base] = job.out
-                job.seconds += study.preset.costs[1]
+                job.seconds += study.preset.costs[1] * parsed(job.command, True).base_share
     return jobs
 
 
@@ -478,6 +483,8 @@ def plan(study: Study) -> str:
 # reading
 
 STEPS = ("reward", "reward_high", "reward_none", "reward_low", "zero_variance", "advantage_gap", "separation", "entropy")
+GROUPS = {"zero_variance": "zero variance", "advantage_gap": "advantage gap", "variance": "E[sigma^2]", "variance_bound": "its bound", "separation": "separation",
+          "reward_high": "high", "reward_low": "low", "reward": "all", "entropy": "entropy"}
 
 
 def read(folder: Path, name: str) -> list[dict]:
@@ -488,6 +495,17 @@ def read(folder: Path, name: str) -> list[dict]:
 def bits(rows: list[dict], key: str = "success") -> dict[str, str]:
     """Outcomes by token, one digit a task."""
     return {goal: "".join(str(int(row[key])) for row in rows if row["goal"] == goal) for goal in GOALS if any(row["goal"] == goal for row in rows)}
+
+
+def variances(out: Path) -> tuple[dict[str, list], bool]:
+    """E[sigma_g^2] of every step of an RL run as measured, with Proposition 4.3's bound and exact formula where rollouts had either
+    token; and whether all of theory.py's checks on the run hold."""
+    curve = {}
+    holds = all([check.holds for check in theory.from_run(theory.Options(run=str(out)), curve)])
+    _, bound, exact, measured, *_ = zip(*curve["rows"])
+    tokens = not all(math.isnan(value) for value in exact)
+    rounded = lambda values: [None if math.isnan(value) else round(value, 4) for value in values]
+    return {"variance": rounded(measured), **({"variance_bound": rounded(bound), "variance_exact": rounded(exact)} if tokens else {})}, holds
 
 
 def collect(study: Study, found: dict) -> dict:
@@ -528,6 +546,8 @@ def collect(study: Study, found: dict) -> dict:
                 metrics = read(out, "metrics.jsonl")
                 entry["steps"] = {key: [None if row.get(key) is None else round(row[key], 4) for row in metrics]
                                   for key in STEPS if any(key in row for row in metrics)}
+                sigmas, entry["proposition_4_3"] = variances(out)
+                entry["steps"] |= sigmas
             arms[title]["seeds"][str(seed)] = entry
     tuned = [job for of_rate in study.tuning(study.tuned()).values() for job in of_rate.values()]
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
@@ -620,16 +640,18 @@ def part(steps: dict, key: str, first: bool, n: int = 5) -> float | None:
 def analyse(result: dict) -> dict:
     """All numbers of the tables: [mean, low, high] of success by arm and token, paired differences, groups over the steps, correlations."""
     arms = {title: arm for title, arm in result["arms"].items() if arm["seeds"]}
-    numbers = {"success": {}, "spot": {}, "differences": {}, "spot_differences": {}, "groups": {}, "correlations": {}}
+    numbers = {"success": {}, "tokens": {}, "spot": {}, "differences": {}, "spot_differences": {}, "groups": {}, "correlations": {}}
     for title, arm in arms.items():
         entries = list(arm["seeds"].values())
         numbers["success"][title] = {goal: bootstrap([outcomes(entry, goal) for entry in entries]) for goal in entries[0]["success"]}
+        numbers["tokens"][title] = {goal: bootstrap([outcomes(entry, "high") - outcomes(entry, goal) for entry in entries])
+                                    for goal in entries[0]["success"] if goal != "high"}
         if "spot" in entries[0]:
             numbers["spot"][title] = {f"{goal} {where}": bootstrap([outcomes(entry, goal, which) for entry in entries])
                                       for goal in ("high", "low") for where, which in (("in it", "1"), ("elsewhere", "0"))}
         if arm["rl"]:
             pairs = {key: [(part(entry["steps"], key, True), part(entry["steps"], key, False)) for entry in entries]
-                     for key in ("zero_variance", "advantage_gap", "separation", "entropy", "reward")}
+                     for key in GROUPS}
             numbers["groups"][title] = {key: [bootstrap([[value] for value in ends]) for ends in zip(*values)]
                                         for key, values in pairs.items() if values[0][0] is not None}
     for title, (a, b) in result["contrasts"].items():
@@ -666,9 +688,10 @@ def shown(found: list | None, digits: int = 1) -> str:
 def table(result: dict) -> str:
     """The tables in markdown, from result["numbers"] alone; every row's first cell occurs once in its table."""
     numbers, arms = result["numbers"], result["arms"]
-    lines = ["| success %, mean [95 %] | seeds | high token | no token | low token |", "|---|---|---|---|---|"]
+    lines = ["| success %, mean [95 %] | seeds | high token | no token | low token | high minus no | high minus low |", "|---|---|---|---|---|---|---|"]
     for title, by_goal in numbers["success"].items():
         cells = [f"**{shown(by_goal.get(goal))}**" if goal == arms[title]["own"] else shown(by_goal.get(goal)) for goal in GOALS]
+        cells += [shown(numbers["tokens"][title].get(goal)) for goal in ("none", "low")]
         lines.append(f"| {title} | {len(arms[title]['seeds'])} | {' | '.join(cells)} |")
     if numbers["spot"]:
         names = list(next(iter(numbers["spot"].values())))
@@ -679,10 +702,9 @@ def table(result: dict) -> str:
               "|---|---|---|" + ("---|" if more else "")]
     for title, found in numbers["differences"].items():
         lines.append(f"| {title} | {found[0]} | {shown(found)} |" + (f" {shown(numbers['spot_differences'][title])} |" if more else ""))
-    keys = ("zero_variance", "advantage_gap", "separation", "entropy", "reward")
-    lines += ["", f"| first 5 -> last 5 steps | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
+    lines += ["", f"| first 5 -> last 5 steps | {' | '.join(GROUPS.values())} |", "|---" * (len(GROUPS) + 1) + "|"]
     for title, groups in numbers["groups"].items():
-        cells = [" -> ".join(f"{end[0]:.2f}" for end in groups[key]) if key in groups else "-" for key in keys]
+        cells = [" -> ".join(f"{end[0]:.{3 if key.startswith('variance') else 2}f}" for end in groups[key]) if key in groups else "-" for key in GROUPS]
         lines.append(f"| {title}, steps | {' | '.join(cells)} |")
     lines += ["", "| Spearman's rho [95 %] over runs | final success | gain | along the run: reward 5 steps later minus now |", "|---|---|---|---|"]
     for key, found in numbers["correlations"].items():
@@ -690,35 +712,46 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def figure(result: dict, path: Path):
-    """Figure 2 of the paper, advantage gap and reward over the steps, and success by token: mean over seeds, band from least to most."""
+def curves(axis, arm: dict, key: str, style: str, label: str):
+    """A metric over the steps: mean over an arm's seeds, band from least to most."""
+    rows = [entry["steps"][key] for entry in arm["seeds"].values() if key in entry["steps"]]
+    if rows:
+        length = min(map(len, rows))
+        values = np.array([row[:length] for row in rows], float)                         # (seeds, steps); None becomes nan
+        line, = axis.plot(np.arange(1, length + 1), values.mean(0), style, label=label)
+        axis.fill_between(np.arange(1, length + 1), values.min(0), values.max(0), color=line.get_color(), alpha=0.12, linewidth=0)
+
+
+def figures(result: dict, path: Path):
+    """Figure 2 of the paper, advantage gap and reward over the steps, one line an arm; and success by token over time, one panel an arm."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     arms = {title: arm for title, arm in result["arms"].items() if arm["rl"] and arm["seeds"]}
     most = max((len(arm["seeds"]) for arm in arms.values()), default=0)
     arms = dict([(title, arm) for title, arm in arms.items() if len(arm["seeds"]) == most][:8])
-    fig, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    panels = [("advantage gap of a group", ["advantage_gap"]), ("training reward", ["reward"]),
-              ("success by token (full: high, dashed: low)", ["reward_high", "reward_low"])]
-    for axis, (heading, keys) in zip(axes, panels):
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axis, heading, key in zip(axes, ("advantage gap of a group", "training reward"), ("advantage_gap", "reward")):
         for number, (title, arm) in enumerate(arms.items()):
-            if len(keys) > 1 and arm["rl"] != "rcgrpo.py":
-                continue
-            for key, style in zip(keys, ("-", "--")):
-                curves = [entry["steps"][key] for entry in arm["seeds"].values() if key in entry["steps"]]
-                if curves:
-                    length = min(map(len, curves))
-                    values = np.array([curve[:length] for curve in curves], float)           # (seeds, steps); None becomes nan
-                    steps = np.arange(1, length + 1)
-                    axis.plot(steps, values.mean(0), style, color=f"C{number}", label=title if style == "-" else None)
-                    axis.fill_between(steps, values.min(0), values.max(0), color=f"C{number}", alpha=0.12, linewidth=0)
+            curves(axis, arm, key, f"C{number}", title)
         axis.set(title=heading, xlabel="step")
-        if axis.lines:
-            axis.legend(fontsize=7, frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
+    axes[1].legend(fontsize=7, frameon=False)
+    plots = {path: fig}
+    mixed = {title: arm for title, arm in arms.items() if arm["rl"] == "rcgrpo.py"}
+    if mixed:
+        fig, axes = plt.subplots(1, len(mixed), figsize=(3.6 * len(mixed), 3.6), layout="constrained", sharey=True, squeeze=False)
+        for axis, (title, arm) in zip(axes.flat, mixed.items()):
+            curves(axis, arm, "reward_high", "C0", "success, high token")
+            curves(axis, arm, "reward_low", "C3", "success, low token")
+            curves(axis, arm, "zero_variance", "k:", "groups without variance")
+            axis.set(title=title, xlabel="step", ylim=(0, 1))
+        axes.flat[0].legend(fontsize=7, frameon=False)
+        plots[path.with_stem(path.stem + "-tokens")] = fig
+    for file, fig in plots.items():
+        for axis in fig.axes:
+            axis.spines[["top", "right"]].set_visible(False)
+        fig.savefig(file, dpi=110)
+        plt.close(fig)
 
 
 def main(argv=None):
@@ -745,12 +778,12 @@ def main(argv=None):
     study.root.mkdir(parents=True, exist_ok=True)
     results[name] = result
     file.write_text(json.dumps(results, separators=(",", ":")))
-    figure(result, study.root / ("study.png" if name == "main" else f"study-{name}.png"))
+    figures(result, study.root / f"study-{name}.png")
     print(f"\n{name}: {result['about']}\n\n{table(result)}")
     for key, values in found.items():
         scores = ", ".join(f"{value}: {score:.1f}" for value, score in values.items())
         print(f"learning rate {key}, success on validation tasks: {scores} -> {study.rates[key]}")
-    print(f"{result['minutes']:.0f} minutes of programs; wrote {file} and the figure")
+    print(f"{result['minutes']:.0f} minutes of programs; wrote {file} and two figures")
 
 
 if __name__ == "__main__":

@@ -4737,6 +4737,13 @@ class Programs:
             (out / name).write_text(json.dumps(rows))
         steps = [{"step": i + 1, **{key: rng.random() for key in ablate.STEPS if "rc" in command[0] or key not in ("separation", "reward_low")}} for i in range(12)]
         (out / "metrics.jsonl").write_text("".join(run.to_line(row) for row in steps))
+        rollouts = []
+        for step in range(1, 13):
+            goals = [rng.choice(("high", "low") if "rc" in command[0] else ("high",)) for _ in range(16)]
+            rewards = torch.tensor([float(rng.random() < (0.7 if goal == "high" else 0.2)) for goal in goals]).view(2, 8)
+            rollouts += [{"step": step, "group": i // 8, "goal": goal, "reward": float(reward), "advantage": float(advantage)}
+                         for i, (goal, reward, advantage) in enumerate(zip(goals, rewards.flatten(), grpo.group_advantages(rewards).flatten()))]
+        (out / "episodes.jsonl").write_text("".join(run.to_line(row) for row in rollouts))
         return 0
 
 
@@ -4805,21 +4812,23 @@ def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
     ablate.main(["--seeds", "4"])
     out, file = capsys.readouterr().out, Path("runs/study/results.json")
     result = json.loads(file.read_text())["main"]
-    assert Path("runs/study/study.png").read_bytes()[:4] == b"\x89PNG" and result["machine"] and result["versions"]["torch"] and result["code"] == ["c0de"]
-    assert [len(arm["seeds"]) for arm in result["arms"].values()][:3] == [4, 3, 4]
+    for name in ("study-main", "study-main-tokens"):
+        assert Path(f"runs/study/{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert result["machine"] and result["versions"]["torch"] and result["code"] == ["c0de"]
+    assert [len(arm["seeds"]) for arm in result["arms"].values()][:3] == [4, 4, 4]
     for key, scores in result["chosen_by"].items():
         folders = {value: f"runs/study/tune-{key}-{value}" for value in scores}
-        goal = "high" if "rctp" in key else "none"
-        found = {value: 100 * evaluate.rate(ablate.read(Path(folder), "episodes.jsonl" if key == "sft" else "after.json"), goal=goal) for value, folder in folders.items()}
+        goal = "none" if key in ("sft", "grpo_sft") else "high"
+        found = {value: 100 * evaluate.rate(ablate.read(Path(folder), "episodes.jsonl" if key in ("sft", "rctp") else "after.json"), goal=goal) for value, folder in folders.items()}
         assert scores == found and result["rates"][key] == max(found, key=found.get)
-    for title, key in (("SFT", "sft"), ("SFT + RC-GRPO", "grpo_sft"), ("RCTP-FT + GRPO", "grpo_rctp"), ("RC-GRPO, stratified", "rc_rctp")):
+    for title, key in (("SFT", "sft"), ("RCTP-FT", "rctp"), ("SFT + RC-GRPO", "rc_sft"), ("RCTP-FT + GRPO", "grpo_rctp"), ("RCTP-FT + RC-GRPO", "rc_rctp")):
         folder = study_of().out(title, 1)
         assert json.loads((folder / "config.json").read_text())["options"]["lr"] == float(result["rates"][key])
     text = ablate.table(result)
     assert text in out
     rows = [line.split(" | ")[0] for line in text.splitlines()]
     assert "| RCTP-FT + RC-GRPO" in rows and "| base model" in rows and "| separation" in rows
-    for title in ("SFT + GRPO", "RCTP-FT, shuffled labels"):
+    for title in ("SFT + GRPO", "RCTP-FT"):
         entry = result["arms"][title]["seeds"]["2"]
         folder = study_of().out(title, 2)
         episodes = ablate.read(folder, "after.json" if "+" in title else "episodes.jsonl")

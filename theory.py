@@ -1,6 +1,6 @@
 """The paper's definition, lemma, propositions and remark, and what they leave open, checked by numbers.
 
-    python theory.py                                     # every check, one table, runs/theory.png; exit 1 if one fails
+    python theory.py                                     # every check, one table, runs/theory.png and .json; exit 1 if one fails
     python theory.py --run runs/rcgrpo                   # and next to them what a real run measured
 
 Read it as a lecture: each check is one function whose docstring states what holds, on what assumptions, and why. The policies
@@ -11,10 +11,11 @@ tokens from rcgrpo.draw_tokens, log-probs of a language model from model.token_l
 Beyond the paper: near-collapse (its propositions speak of exact collapse only), stratified tokens, what the variance that
 mixed tokens add can teach at all, and a problem in which it teaches nothing.
 """
+import json
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Options:
     seed: int = option(0, "seed of everything drawn")
     run: str = option("", "a run folder of rcgrpo.py or grpo.py, to be set next to the theory")
     tasks: int = option(96, "tasks on which --run measures gradients")
-    out: str = option("runs/theory.png", "the figure")
+    out: str = option("runs/theory.png", "the figure; all lines go into a JSON file beside it")
 
     def check(self):
         require(all(part.strip().isdigit() and int(part) >= 2 for part in self.groups.split(",")),
@@ -78,6 +79,10 @@ class Row:
     @property
     def holds(self) -> bool:
         return self.verdict != "FAILS"
+
+    def plain(self) -> dict:
+        """For JSON, which has no NaN."""
+        return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(self).items()}
 
 
 def verdict(holds: bool, how: str = "holds") -> str:
@@ -733,7 +738,7 @@ def main(argv=None):
     if o.run:
         read_groups(o.run)                                                               # bad input fails before the work
     torch.manual_seed(o.seed)
-    curves, run, failed, count = {}, {}, 0, 0
+    curves, run, rows = {}, {}, []
     checks = [check(o) for check in CHECKS] + [remark(o, curves)]
     if o.run:
         options = config_of(o.run)["options"]
@@ -744,12 +749,14 @@ def main(argv=None):
     for check in checks:
         for row in check:
             print(show(row), flush=True)
-            count, failed = count + 1, failed + (not row.holds)
+            rows.append(row)
+    failed, file = sum(not row.holds for row in rows), Path(o.out).with_suffix(".json")
     try:
         figure(o, curves, run)
+        file.write_text(json.dumps({"options": asdict(o), "lines": len(rows), "failed": failed, "rows": [row.plain() for row in rows]}, indent=1))
     except OSError as error:
-        raise UserError(f"cannot write the figure {o.out}: {error.strerror}; choose another --out")
-    print(f"{count} lines, {failed} failed; wrote {o.out}")
+        raise UserError(f"cannot write {error.filename}: {error.strerror}; choose another --out")
+    print(f"{len(rows)} lines, {failed} failed; wrote {o.out} and {file}")
     if failed:
         sys.exit(1)
 
