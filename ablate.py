@@ -128,12 +128,12 @@ def against(arms: dict, other: str) -> dict:
 # has its own; further arms have that of the one that they vary.
 RATES = {"sft": "1e-3", "rctp": "1e-3", "grpo_sft": "5e-4", "rc_sft": "5e-4", "grpo_rctp": "5e-4", "rc_rctp": "5e-4"}
 TUNE = {                   # (arm, rates to choose from)
-    "sft":       ("SFT", ("1e-3", "2e-3", "4e-3")),
-    "rctp":      ("RCTP-FT", ("1e-3", "2e-3", "4e-3")),
-    "grpo_sft":  ("SFT + GRPO", ("2.5e-4", "5e-4", "1e-3")),
-    "rc_sft":    ("SFT + RC-GRPO", ("2.5e-4", "5e-4", "1e-3")),
-    "grpo_rctp": ("RCTP-FT + GRPO", ("2.5e-4", "5e-4", "1e-3")),
-    "rc_rctp":   ("RCTP-FT + RC-GRPO", ("2.5e-4", "5e-4", "1e-3")),
+    "sft":       ("SFT", ("1e-3", "2e-3")),
+    "rctp":      ("RCTP-FT", ("1e-3", "2e-3")),
+    "grpo_sft":  ("SFT + GRPO", ("2.5e-4", "5e-4")),
+    "rc_sft":    ("SFT + RC-GRPO", ("2.5e-4", "5e-4")),
+    "grpo_rctp": ("RCTP-FT + GRPO", ("2.5e-4", "5e-4")),
+    "rc_rctp":   ("RCTP-FT + RC-GRPO", ("2.5e-4", "5e-4")),
 }
 
 
@@ -221,7 +221,7 @@ class Options:
 
 @dataclass
 class Job:
-    """A program that writes `out`, a run folder or (evaluate.py) a file. seconds: expected."""
+    """A program that writes `out`, a run folder or (evaluate.py) a file, once all of `after` exist. seconds: expected."""
     out: Path
     command: list[str]
     after: list[Path] = field(default_factory=list)
@@ -376,17 +376,17 @@ def parsed(command: list[str], builtin: bool):
 
 
 def with_base(study: Study, jobs: list[Job]) -> list[Job]:
-    """Have the first stage-1 job of each seed make the seed's base model: others that need it come after."""
-    makers = {}
+    """Have the first stage-1 job of each seed make the seed's base model: others that need it wait for it."""
+    made = set()
     for job in jobs:
         if job.command[0] in ("sft.py", "evaluate.py") and study.preset.builtin:
             base = Path(job.command[job.command.index("--base") + 1] if "--base" in job.command else job.command[1])
             if base.exists():
                 continue
-            if base in makers:
-                job.after = [*job.after, makers[base]]
+            if base in made:
+                job.after = [*job.after, base]
             elif job.command[0] == "sft.py" and not job.finished:
-                makers[base] = job.out
+                made.add(base)
                 job.seconds += study.preset.costs[1] * parsed(job.command, True).base_share
     return jobs
 
@@ -429,14 +429,13 @@ def run_all(jobs: list[Job], study: Study, runner):
 
     with ThreadPoolExecutor(study.jobs) as pool:
         while waiting or running:
-            pending = {job.out for job in waiting} | {job.out for job in running.values()}
-            ready = [job for job in waiting if not pending & set(job.after)] if not failed else []
+            ready = [job for job in waiting if all(path.exists() for path in job.after)] if not failed else []
             for job in ready[:study.jobs - len(running)]:
                 waiting.remove(job)
                 running[pool.submit(work, job)] = job
             if not running:
                 break
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:        # a base model is there before its maker ends
                 del running[future]
                 if future.exception():
                     failed.append(future.exception())

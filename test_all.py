@@ -4806,6 +4806,25 @@ def test_ablate_runs_what_is_missing(here, capsys):
     assert len(programs.commands) == done and {row["status"] for row in lines("runs/study/jobs.jsonl")} == {0, 2}
 
 
+def test_ablate_waits_for_the_base_model_alone(here):
+    """What needs a seed's base model starts once it is there, not when the program that makes it has finished stage 1."""
+    programs, started = Programs(), threading.Event()
+
+    def runner(command, log):
+        if "runs/study/quick-sft-0" in command and command[0] == "sft.py":
+            Path("runs/study/quick-base0").mkdir()
+            assert started.wait(10)
+        if "runs/study/quick-rctp-0" in command:
+            started.set()
+        return programs(command, log)
+    study_of("--quick").run(runner)
+    assert len(programs.commands) == 6
+    study = study_of("--quick", "--folder", "other")
+    job = study.rl_job("SFT + GRPO", 0)
+    with pytest.raises(run.UserError, match="runs that nobody makes: quick-sft-grpo-0"):
+        ablate.run_all([job], study, programs)
+
+
 def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
     """Rates are chosen by validation success and reach the arms; tables, figure and results.json; remade from the folders; merged."""
     programs = Programs()
