@@ -145,11 +145,13 @@ class Preset:
     seeds: int
     sft: str                                             # flags of every sft.py
     rl: str                                              # flags of every RL program
-    tune: bool = False
+    tune: bool = False                                   # choose the rates of TUNE on validation tasks, in the place of these:
+    rates: dict = field(default_factory=lambda: RATES)
     prefix: str = ""                                     # of its run folders: presets with the same one share their runs
     model: str = "builtin"
     jobs: int = 2                                        # programs side by side
     threads: int = 1                                     # of each
+    base_threads: int = 1                                # of the pretraining: its bits depend on them, so with more it is kept apart
     costs: tuple = (6, 190, 0.018, 0.0158, 0.0075)       # seconds of: start, pretraining, a trajectory's pass in stage 1,
                                                          # a rollout with its update, an evaluated episode
     smoke: tuple = ("--demos 8 --epochs 1 --eval_tasks 4", "--steps 1 --tasks 2 --group 2 --eval_tasks 4")
@@ -175,8 +177,8 @@ PRESETS = {
                     "--demos 300 --epochs 12 --eval_tasks 200", f"{RL} --pool stage1 --eval_part siblings", prefix="leaky-"),
     "shortcut": Preset("a high mode that is sure and wrong on half the tools", SPOT, against(SPOT, "RCTP-FT + GRPO"), 3,
                        "--eval_tasks 200", f"{RL} --steps 30", prefix="shortcut-"),
-    "quick": Preset("the 2x2, small: half of the pretraining, 8 steps of RL", FOUR, WHO, 1, "--base_share 0.5 --eval_tasks 100",
-                    "--steps 8 --warmup 2 --tasks 16 --eval_tasks 100", prefix="quick-"),
+    "quick": Preset("the 2x2, small", FOUR, WHO, 1, "--demos 600 --warmup 50 --eval_tasks 100",
+                    "--steps 8 --warmup 2 --tasks 16 --eval_tasks 100", prefix="quick-", base_threads=2, rates={**RATES, "rctp": "2e-3"}),
     "bfcl-135m": Preset("SmolLM2-135M-Instruct on the real benchmark", BFCL, {
         f"{split}: {title}": tuple(f"{split}: {arm}" for arm in pair) for split in ("random", "scenario") for title, pair in WHO.items()}, 1,
         "--env bfcl --schemas compact --categories base,miss_func,miss_param --lr 3e-4 --epochs 5 --eval_tasks 60 --rows 64 --max_message 160 --max_messages 32",
@@ -250,7 +252,7 @@ class Study:
         self.sft, self.rl = f"{self.preset.sft} {o.sft_flags}".split(), f"{self.preset.rl} {o.rl_flags}".split()
         self.smoke = self.preset.smoke if o.smoke else ("", "")           # last on a command line, where it counts
         self.prefix = self.preset.prefix + ("smoke-" if o.smoke else "")
-        self.rates = dict(RATES)
+        self.rates = dict(self.preset.rates)
         real = "SmolLM2" in self.preset.model and not (o.model or o.plan or o.table_only)
         self.model = o.model or (smollm2() if real else self.preset.model)
 
@@ -259,7 +261,7 @@ class Study:
 
     def base(self, seed: int) -> Path:
         """The stand-in for pretraining; presets with the whole of it share it."""
-        return self.root / f"{self.prefix if '--base_share' in self.sft else ''}base{seed}"
+        return self.root / f"{self.prefix if self.preset.base_threads > 1 else ''}base{seed}"
 
     def out(self, title: str, seed: int) -> Path:
         """What an arm's last program writes."""
@@ -274,12 +276,18 @@ class Study:
         line = " ".join([*self.sft, STAGE1[name], self.smoke[0]] + ([rl, *self.rl, flags, self.smoke[1]] if rl else []))
         return re.sub(r"--(rows|threads|token_budget|device) \S+ ?", "", line.format(**self.rates)).strip()
 
+    def base_jobs(self, seeds) -> list[Job]:
+        """The pretraining of every seed, where the model is the built-in one."""
+        begin, pretraining, threads = *self.preset.costs[:2], self.preset.base_threads
+        return [Job(self.base(seed), ["sft.py", "--pretrain", "--base", str(self.base(seed)), "--base_seed", str(seed), "--threads", str(threads)],
+                    seconds=begin + pretraining / (1.5 if threads > 1 else 1)) for seed in seeds if self.preset.builtin]
+
     def stage1_job(self, name: str, seed: int, out: Path | None = None, more: str = "") -> Job:
         flags = f"{' '.join(self.sft)} {STAGE1[name]} {more} {self.smoke[0]}".format(**self.rates).split()
         model = ["--base", str(self.base(seed)), "--base_seed", str(seed)] if self.preset.builtin else ["--model", self.model]
         out = out or self.stage1(name, seed)
         command = ["sft.py", *flags, *model, "--seed", str(seed), "--out", str(out), "--threads", str(self.threads)]
-        return Job(out, command, [], self.expected(command))
+        return Job(out, command, [self.base(seed)] if self.preset.builtin else [], self.expected(command))
 
     def rl_job(self, title: str, seed: int, out: Path | None = None, more: str = "") -> Job:
         name, rl, flags = self.preset.arms[title]
@@ -301,8 +309,8 @@ class Study:
         return begin + o.steps * o.tasks * o.group * rollout + 6 * o.eval_tasks * episode
 
     def all_jobs(self) -> list[Job]:
-        """Everything but the choice of rates, stage 1 first."""
-        jobs, made = [], {}
+        """Everything but the choice of rates, in an order in which it can be done."""
+        jobs, made = self.base_jobs(self.seeds), {}
         for wanted in ("stage 1", "RL"):
             for seed in self.seeds:
                 for title, (name, rl, _) in self.preset.arms.items():
@@ -313,7 +321,7 @@ class Study:
                         count = parsed(["sft.py", *self.sft, *self.smoke[0].split()], True).eval_tasks
                         jobs.append(Job(self.out(title, seed), ["evaluate.py", str(self.base(seed)), "--n", str(count), "--seed", str(seed),
                                                                "--out", str(self.out(title, seed)), "--threads", str(self.threads)],
-                                        [], self.preset.costs[0] + 3 * count * self.preset.costs[4]))
+                                        [self.base(seed)], self.preset.costs[0] + 3 * count * self.preset.costs[4]))
                     elif wanted == "RL" and rl:
                         jobs.append(self.rl_job(title, seed))
         return jobs
@@ -349,11 +357,11 @@ class Study:
     def run(self, runner):
         """Choose the rates, then all arms -> what the rates were chosen by. runner(command, log) -> exit status."""
         found = {}
-        for keys in (self.tuned(rl=False), self.tuned(stage1=False)):
+        for keys in filter(None, (self.tuned(rl=False), self.tuned(stage1=False))):
             runs = self.tuning(keys)
             jobs = [job for of_rate in runs.values() for job in of_rate.values()]
             starts = {self.preset.arms[TUNE[key][0]][0] for key in keys if self.preset.arms[TUNE[key][0]][1]}
-            run_all([self.stage1_job(name, 0) for name in sorted(starts)] + jobs, self, runner)
+            run_all(self.base_jobs(sorted({0, *self.seeds})) + [self.stage1_job(name, 0) for name in sorted(starts)] + jobs, self, runner)
             found |= self.choose(runs)
         run_all(self.all_jobs(), self, runner)
         return found
@@ -375,26 +383,10 @@ def parsed(command: list[str], builtin: bool):
     return make_options(options, read_flags(options, command[1:]), builtin)
 
 
-def with_base(study: Study, jobs: list[Job]) -> list[Job]:
-    """Have the first stage-1 job of each seed make the seed's base model: others that need it wait for it."""
-    made = set()
-    for job in jobs:
-        if job.command[0] in ("sft.py", "evaluate.py") and study.preset.builtin:
-            base = Path(job.command[job.command.index("--base") + 1] if "--base" in job.command else job.command[1])
-            if base.exists():
-                continue
-            if base in made:
-                job.after = [*job.after, base]
-            elif job.command[0] == "sft.py" and not job.finished:
-                made.add(base)
-                job.seconds += study.preset.costs[1] * parsed(job.command, True).base_share
-    return jobs
-
-
 def check_finished(job: Job):
     """UserError if a finished run had other options than the ones that it would have now."""
     config = job.out / "config.json"
-    if job.out.is_dir() and config.exists():
+    if job.out.is_dir() and config.exists() and "--pretrain" not in job.command:
         options = {"sft.py": sft, "grpo.py": grpo, "rcgrpo.py": rcgrpo}[job.command[0]].Options
         was = read_json(config).get("options", {})
         wanted = read_flags(options, job.command[1:])
@@ -408,7 +400,7 @@ def run_all(jobs: list[Job], study: Study, runner):
 
     After a failure nothing further starts; what runs is waited for, and the error names the failed program's last line.
     """
-    for job in with_base(study, jobs):
+    for job in jobs:
         if job.finished:
             check_finished(job)
     waiting, running, failed = [job for job in jobs if not job.finished], {}, []
@@ -416,7 +408,7 @@ def run_all(jobs: list[Job], study: Study, runner):
 
     def work(job: Job):
         command = list(job.command)
-        if Path(f"{job.out}.partial/config.json").exists():
+        if Path(f"{job.out}.partial/config.json").exists() and "--pretrain" not in command:
             command.append("--resume")
         print("python", *command, flush=True)
         began, log = time.time(), study.root / f"{job.out.name}.log"
@@ -435,7 +427,7 @@ def run_all(jobs: list[Job], study: Study, runner):
                 running[pool.submit(work, job)] = job
             if not running:
                 break
-            for future in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:        # a base model is there before its maker ends
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
                 if future.exception():
                     failed.append(future.exception())
@@ -444,24 +436,24 @@ def run_all(jobs: list[Job], study: Study, runner):
     require(not waiting, f"these wait for runs that nobody makes: {', '.join(job.out.name for job in waiting)}")
 
 
-def run_program(command: list[str], log: Path, threads: int = 1) -> int:
+def run_program(command: list[str], log: Path) -> int:
     """Run one of our programs -> its exit status; what it says goes into `log`."""
     with open(log, "a") as file:
         return subprocess.run([sys.executable, str(Path(__file__).with_name(command[0])), *command[1:]], stdout=file, stderr=subprocess.STDOUT,
-                              env={**os.environ, "OMP_NUM_THREADS": str(threads)}).returncode
+                              env={**os.environ, "OMP_NUM_THREADS": command[command.index("--threads") + 1]}).returncode
 
 
 def plan(study: Study) -> str:
     """What is still to be run, and for how long."""
     preset = study.preset
     jobs = [job for of_rate in study.tuning(study.tuned()).values() for job in of_rate.values()]
-    jobs = with_base(study, study.all_jobs() + jobs)
+    jobs = study.all_jobs() + jobs
     lines = [f"{study.o.preset}: {preset.about}; seeds {', '.join(map(str, study.seeds))}; {len(jobs)} runs in {study.root}, "
              f"{sum(job.finished for job in jobs)} of them finished"]
     groups = {}
     for job in jobs:
         if not job.finished:
-            groups.setdefault("rates" if "tune-" in job.out.name else re.sub(r"-\d+(\.jsonl)?$", "", job.out.name), []).append(job)
+            groups.setdefault("rates" if "tune-" in job.out.name else "pretraining" if "--pretrain" in job.command else re.sub(r"-\d+(\.jsonl)?$", "", job.out.name), []).append(job)
     lines += [f"  {name:36} {len(group)} x {sum(job.seconds for job in group) / len(group):6.0f} s" for name, group in groups.items()]
     total = sum(job.seconds for group in groups.values() for job in group)
     lines.append(f"expected: {total / 60:.0f} minutes of programs, {study.jobs} side by side: about {total / 60 / study.jobs:.0f} minutes")
@@ -761,7 +753,7 @@ def main(argv=None):
         found = {key: values or results.get(name, {}).get("chosen_by", {}).get(key, {}) for key, values in found.items()}
     else:
         print(plan(study), flush=True)
-        found = study.run(lambda command, log: run_program(command, log, study.threads))
+        found = study.run(run_program)
     result = collect(study, found)
     for other in [results, *(read_json(Path(path)) for path in o.merge.split(",") if path)]:
         result = add_up(result, other.get(name))

@@ -71,7 +71,7 @@ class Options(MemoryOptions, TaskOptions):
     max_length: int = option(0, "drop trajectories longer than this; 0: the model's context")
     base: str = option("runs/base", "where the built-in model's stand-in for pretraining is kept")
     base_seed: int = option(0, "seed of the built-in model's stand-in for pretraining")
-    base_share: float = option(1.0, "share of its data: less is faster, and the model knows less")
+    pretrain: bool = option(False, "make that stand-in and nothing else")
     eval_tasks: int = option(40, "held-out tasks for the closing evaluation; 0: none", builtin=300)
     eval_part: str = option("test", "part of the split for the closing evaluation", choices=("validation", "test"))
     rows: int = option(16, "episodes side by side in evaluation", builtin=256)
@@ -86,7 +86,7 @@ class Options(MemoryOptions, TaskOptions):
         self.check_memory()
         require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
         require(self.row_speed > 0 and self.failure_weight > 0, "--row_speed and --failure_weight must be positive")
-        require(0 < self.base_share <= 1, "--base_share must be above 0 and at most 1")
+        require(not self.pretrain or self.model == "builtin", "--pretrain is for the built-in model")
         require(0 <= self.blind_spot <= 1 and self.own >= 0 and self.base_seed >= 0, "--blind_spot must be between 0 and 1, --own and --base_seed not negative")
         require(not self.plain or (self.labels == "reward" and not self.blind_spot), "--labels and --blind_spot are about labels, and --plain has none")
         require(not self.blind_spot or (self.labels == "reward" and self.failures == "corrupt" and not self.own),
@@ -332,10 +332,9 @@ class Pretraining:
     seed: int = 0
 
 
-def pretrained_builtin(folder: str, p: Pretraining = Pretraining(), *, seed: int = 0, share: float = 1.0) -> str:
-    """The built-in base model's checkpoint, from a share of the recipe's data; trained on first use, and again when its recipe or the
-    simulator has changed."""
-    p = replace(p, seed=seed, echoes=round(share * p.echoes), singles=round(share * p.singles), dialogues=round(share * p.dialogues))
+def pretrained_builtin(folder: str, p: Pretraining = Pretraining(), *, seed: int = 0) -> str:
+    """The built-in base model's checkpoint; trained on first use, and again when its recipe or the simulator has changed."""
+    p = replace(p, seed=seed)
     sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, tokens))
     recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + sources).hexdigest()
     stamp = Path(folder) / "config.json"
@@ -384,9 +383,12 @@ def main(argv=None):
     if o.resume:
         interrupted(out)                                                 # else it would be noticed only after the pretraining
     device = o.torch_device()
+    if o.pretrain:
+        print(f"the built-in base model is in {pretrained_builtin(o.base, seed=o.base_seed)}")
+        return
     tasks = load_tasks(o, "train", o.demos, seed=o.seed)
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
-    source = pretrained_builtin(o.base, seed=o.base_seed, share=o.base_share) if builtin else checkpoint_of(o.model, "python sft.py")
+    source = pretrained_builtin(o.base, seed=o.base_seed) if builtin else checkpoint_of(o.model, "python sft.py")
     model, tokenizer = load_policy(source, device)
     o.prepare(model, o.seed)
     if not builtin:

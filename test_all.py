@@ -4031,8 +4031,8 @@ def test_cli_own_successes_are_of_other_tasks(here, monkeypatch, school_run):
     for seed in (0, 0, 3):
         sft.pretrained_builtin(f"runs/base{seed}", seed=seed)
     assert [p.seed for p in bases] == [0, 3]
-    sft.pretrained_builtin("runs/base0", share=0.5)
-    assert (bases[-1].echoes, bases[-1].singles, bases[-1].dialogues) == (1500, 4000, 2000), "another share is another base model"
+    sft.main(["--pretrain", "--base_seed", "5"])
+    assert bases[-1].seed == 5 and sorted(path.name for path in Path("runs").iterdir()) == ["base", "base0", "base3", "rctp"]
 
 
 def test_cli_rl_on_the_tasks_of_stage_1(here, monkeypatch, capsys, school_run):
@@ -4687,6 +4687,11 @@ def study_of(*argv):
     return ablate.Study(run.make_options(ablate.Options, run.read_flags(ablate.Options, list(argv)), False))
 
 
+def written_by(command) -> str:
+    """The folder or file that a program of the study writes."""
+    return command[command.index("--base" if "--pretrain" in command else "--out") + 1]
+
+
 class Programs:
     """In the place of the programs: writes what they would, learns nothing. `fail`: out -> what happens instead."""
 
@@ -4699,7 +4704,7 @@ class Programs:
             self.commands.append(command)
             self.running += 1
             self.most = max(self.most, self.running)
-        out, given = Path(command[command.index("--out") + 1]), dict(zip(command[1:], command[2:]))
+        given, out = dict(zip(command[1:], command[2:])), Path(written_by(command))
         for need in ([Path(given["--init"])] if "--init" in given else []):
             assert need.is_dir(), f"{out} needs {need}"
         time.sleep(0.002)
@@ -4709,10 +4714,10 @@ class Programs:
         return status
 
     def act(self, command, out, given, log):
-        if command[0] == "sft.py" and not Path(given["--base"]).exists():
-            Path(given["--base"] + ".partial").mkdir(parents=True)          # an error if two do it at once
-            time.sleep(0.01)
-            Path(given["--base"] + ".partial").rename(given["--base"])
+        if "--pretrain" in command:
+            out.mkdir()                                                     # an error if two do it at once
+            return 0
+        assert command[0] != "sft.py" or Path(given["--base"]).is_dir()
         if out.name in self.fail:
             what = self.fail.pop(out.name)
             log.write_text("bar\nerror: out of luck\n")
@@ -4765,15 +4770,15 @@ def test_ablate_presets_can_be_run(here, monkeypatch, capsys):
             sizes = {(o.steps, o.tasks * o.group, o.updates, o.eval_tasks, o.eval_part) for o in
                      (ablate.parsed(job.command, preset.builtin) for job in jobs if "grpo" in job.command[0])}
             assert len(sizes) == 1, (name, sizes)
-            held = {ablate.parsed(job.command, preset.builtin).eval_tasks for job in jobs if job.command[0] != "evaluate.py"}
+            held = {ablate.parsed(job.command, preset.builtin).eval_tasks for job in jobs if job.command[0] != "evaluate.py" and "--pretrain" not in job.command}
             assert len(held) == 1
         assert all(title in preset.arms for pair in preset.contrasts.values() for title in pair)
     quick = study_of("--quick", "--seeds", "2")
     assert list(quick.preset.arms) == ["SFT", "RCTP-FT", "SFT + GRPO", "SFT + RC-GRPO", "RCTP-FT + GRPO", "RCTP-FT + RC-GRPO"]
-    assert [job.out.name for job in quick.all_jobs()] == [f"quick-{name}-{seed}" for names in (
+    assert [job.out.name for job in quick.all_jobs()] == ["quick-base0", "quick-base1"] + [f"quick-{name}-{seed}" for names in (
         ("sft", "rctp"), ("sft-grpo", "sft-rc-grpo", "rctp-ft-grpo", "rctp-ft-rc-grpo")) for seed in (0, 1) for name in names]
     text = ablate.plan(study_of("--quick"))
-    assert "6 runs in runs/study, 0 of them finished" in text and float(re.search(r"about (\d+) minutes", text)[1]) < 5
+    assert "7 runs in runs/study, 0 of them finished" in text and float(re.search(r"about (\d+) minutes", text)[1]) < 5
     assert float(re.search(r"expected: (\d+) minutes", ablate.plan(study_of("--plan")))[1]) <= 80, "40 minutes on 2 cores"
     assert list(study_of("--preset", "bfcl-135m", "--plan", "--seeds", "1", "--first_seed", "3").seeds) == [3]
     assert "not been run" in ablate.plan(study_of("--preset", "bfcl-7b", "--plan"))
@@ -4788,16 +4793,16 @@ def test_ablate_runs_what_is_missing(here, capsys):
     study = study_of("--quick", "--seeds", "2")
     with pytest.raises(run.UserError, match="quick-rctp-1 --threads 1 failed, see runs/study/quick-rctp-1.log: error: out of luck"):
         study.run(programs)
-    first = {command[command.index("--out") + 1] for command in programs.commands}
+    first = {written_by(command) for command in programs.commands}
     assert "runs/study/quick-rctp-ft-grpo-1" not in first
     with pytest.raises(run.UserError, match="quick-sft-rc-grpo-1"):
         study.run(programs)
     assert programs.most == 2 and not Path("runs/study/quick-sft-rc-grpo-1").exists()
     study.run(programs)
-    outs = collections.Counter(command[command.index("--out") + 1].split("/")[-1] for command in programs.commands)
-    assert {name for name, count in outs.items() if count > 1} == {"quick-sft-rc-grpo-1", "quick-rctp-1"} and len(outs) == 12
+    outs = collections.Counter(written_by(command).split("/")[-1] for command in programs.commands)
+    assert {name for name, count in outs.items() if count > 1} == {"quick-sft-rc-grpo-1", "quick-rctp-1"} and len(outs) == 14
     resumed = [command for command in programs.commands if "--resume" in command]
-    assert [command[command.index("--out") + 1] for command in resumed] == ["runs/study/quick-sft-rc-grpo-1"]
+    assert [written_by(command) for command in resumed] == ["runs/study/quick-sft-rc-grpo-1"]
     done = len(programs.commands)
     study.run(programs)
     assert len(programs.commands) == done, "a finished folder is not run again"
@@ -4806,29 +4811,10 @@ def test_ablate_runs_what_is_missing(here, capsys):
     assert len(programs.commands) == done and {row["status"] for row in lines("runs/study/jobs.jsonl")} == {0, 2}
 
 
-def test_ablate_waits_for_the_base_model_alone(here):
-    """What needs a seed's base model starts once it is there, not when the program that makes it has finished stage 1."""
-    programs, started = Programs(), threading.Event()
-
-    def runner(command, log):
-        if "runs/study/quick-sft-0" in command and command[0] == "sft.py":
-            Path("runs/study/quick-base0").mkdir()
-            assert started.wait(10)
-        if "runs/study/quick-rctp-0" in command:
-            started.set()
-        return programs(command, log)
-    study_of("--quick").run(runner)
-    assert len(programs.commands) == 6
-    study = study_of("--quick", "--folder", "other")
-    job = study.rl_job("SFT + GRPO", 0)
-    with pytest.raises(run.UserError, match="runs that nobody makes: quick-sft-grpo-0"):
-        ablate.run_all([job], study, programs)
-
-
 def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
     """Rates are chosen by validation success and reach the arms; tables, figure and results.json; remade from the folders; merged."""
     programs = Programs()
-    monkeypatch.setattr(ablate, "run_program", lambda command, log, threads: programs(command, log))
+    monkeypatch.setattr(ablate, "run_program", lambda command, log: programs(command, log))
     ablate.main(["--seeds", "4"])
     out, file = capsys.readouterr().out, Path("runs/study/results.json")
     result = json.loads(file.read_text())["main"]
@@ -4877,7 +4863,7 @@ def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
 def test_ablate_leaky_and_shortcut(here, monkeypatch, capsys):
     """Stage 1 is measured on the tasks of its RL arms; success in the blind spot and elsewhere stand apart."""
     programs = Programs()
-    monkeypatch.setattr(ablate, "run_program", lambda command, log, threads: programs(command, log))
+    monkeypatch.setattr(ablate, "run_program", lambda command, log: programs(command, log))
     ablate.main(["--preset", "leaky", "--seeds", "1"])
     leaky = json.loads(Path("runs/study/results.json").read_text())["leaky"]
     assert leaky["arms"]["SFT"]["seeds"]["0"]["success"] == ablate.bits(json.loads(Path("runs/study/leaky-sft-grpo-0/before.json").read_text()))
@@ -4957,7 +4943,7 @@ def wrong_numbers(readme, results):
 def test_ablate_readme_check(here, monkeypatch, capsys):
     """The check below, on made-up results: a number that was changed is found."""
     programs = Programs()
-    monkeypatch.setattr(ablate, "run_program", lambda command, log, threads: programs(command, log))
+    monkeypatch.setattr(ablate, "run_program", lambda command, log: programs(command, log))
     ablate.main(["--quick"])
     results = json.loads(Path("runs/study/results.json").read_text())
     text = "words 12.3\n<!-- results: quick -->\n" + ablate.table(results["quick"]) + "\n<!-- end -->\n more 4.5"
