@@ -4839,6 +4839,16 @@ def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
         folder = study_of().out(title, 2)
         episodes = ablate.read(folder, "after.json" if "+" in title else "episodes.jsonl")
         assert entry["success"]["none"] == "".join(str(row["success"]) for row in episodes if row["goal"] == "none")
+    for title in ("SFT", "RCTP-FT + RC-GRPO"):
+        success, tokens_ = (result["numbers"][key][title] for key in ("success", "tokens"))
+        assert all(tokens_[goal][0] == pytest.approx(success["high"][0] - success[goal][0]) for goal in ("none", "low")) and set(tokens_) == {"none", "low"}
+    for title, tokens_ in (("RCTP-FT + RC-GRPO", True), ("RCTP-FT + GRPO", False)):
+        entry, groups = result["arms"][title]["seeds"]["1"], theory.read_groups(str(study_of().out(title, 1)))
+        spread = [np.mean([np.var([row["reward"] for row in group]) for group in groups[step]]) for step in sorted(groups)]
+        assert entry["steps"]["variance"] == pytest.approx(spread, abs=1e-4) and ("variance_bound" in entry["steps"]) == tokens_
+        assert entry["proposition_4_3"] is True
+        assert result["numbers"]["groups"][title]["variance"][0][0] == pytest.approx(np.mean([ablate.part(result["arms"][title]["seeds"][str(seed)]["steps"], "variance", True)
+                                                                                                for seed in range(4)]))
     before = file.read_bytes()
     ablate.main(["--table_only", "--seeds", "4"])
     assert file.read_bytes() == before, "the same from the folders"
