@@ -746,14 +746,14 @@ def main(argv=None):
         print(plan(study))
         return
     file, name = study.root / "results.json", o.preset + ("-smoke" if o.smoke else "")
-    results = read_json(file) if file.exists() else {}
-    if o.table_only:
-        study.rates.update(results.get(name, {}).get("rates", {}))       # where the runs that chose them are not here
-        found = study.choose(study.tuning(study.tuned()))
-        found = {key: values or results.get(name, {}).get("chosen_by", {}).get(key, {}) for key, values in found.items()}
-    else:
+    if not o.table_only:
         print(plan(study), flush=True)
         found = study.run(run_program)
+    results = read_json(file) if file.exists() else {}                   # now, since another preset may have been run meanwhile
+    if o.table_only:
+        old = results.get(name, {})
+        study.rates.update(old.get("rates", {}))                         # where the runs that chose them are not here
+        found = {key: values or old.get("chosen_by", {}).get(key, {}) for key, values in study.choose(study.tuning(study.tuned())).items()}
     result = collect(study, found)
     for other in [results, *(read_json(Path(path)) for path in o.merge.split(",") if path)]:
         result = add_up(result, other.get(name))

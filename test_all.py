@@ -4989,7 +4989,7 @@ def unfounded(readme, sources):
     intervals = {f"{m:.{d}f} [{low:.{d}f}, {high:.{d}f}]" for m, low, high in (f for f in found if len(f) == 3) for d in (1, 2)}
     single = {f"{f[0]:.{d}f}" for f in found for d in (1, 2, 3, 4)}
     text = "".join(re.findall(r"<!-- answers -->(.*?)<!-- end -->", readme, re.S))
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)|Propositions? \d\.\d( and \d\.\d)?", "", text)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\d(\.\d)?e-\d|Propositions? \d\.\d( and \d\.\d)?", "", text)
     triple = r"-?\d+\.\d+\s\[-?\d+\.\d+,\s-?\d+\.\d+\]"
     said = [" ".join(words.split()) for words in re.findall(triple, text)]
     alone = re.findall(r"(?<![\w.])-?\d+\.\d+", re.sub(triple, "", text))
@@ -5005,7 +5005,8 @@ def committed_numbers():
     folder = Path(ablate.__file__).parent / "results"
     study = json.loads((folder / "results.json").read_text())
     return [PAPER, [{key: preset[key] for key in ("numbers", "chosen_by", "minutes")} for preset in study.values()],
-            json.loads((folder / "theory.json").read_text())["rows"], json.loads((folder / "leak.json").read_text())["numbers"]]
+            [[row, *map(float, re.findall(r"\d+\.\d+", row["setting"]))] for row in json.loads((folder / "theory.json").read_text())["rows"]],
+            json.loads((folder / "leak.json").read_text())["numbers"]]
 
 
 def test_readme_answers():
