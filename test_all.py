@@ -4715,7 +4715,9 @@ class Programs:
 
     def act(self, command, out, given, log):
         if "--pretrain" in command:
+            time.sleep(0.05)                                                # what does not wait for it comes too early
             out.mkdir()                                                     # an error if two do it at once
+            (out / "config.json").write_text('{"recipe": "r"}')
             return 0
         assert command[0] != "sft.py" or Path(given["--base"]).is_dir()
         if out.name in self.fail:
@@ -4809,6 +4811,9 @@ def test_ablate_runs_what_is_missing(here, capsys):
     with pytest.raises(run.UserError, match="is finished, but --steps was 8 and would be 9: remove"):
         study_of("--quick", "--seeds", "2", "--rl_flags", "--steps 9").run(programs)
     assert len(programs.commands) == done and {row["status"] for row in lines("runs/study/jobs.jsonl")} == {0, 2}
+    one = Programs()
+    study_of("--quick", "--folder", "one").run(one)
+    assert [written_by(command) for command in one.commands][0] == "one/quick-base0" and len(one.commands) == 7 and one.most == 2
 
 
 def test_ablate_main_from_end_to_end(here, monkeypatch, capsys):
