@@ -1,6 +1,6 @@
 """How much of a BFCL level is memory? A lookup table, without any model, on the paper's random split and on ours by scenario.
 
-    python leak.py                                       # five seeds of both splits, a minute; writes runs/leak.json
+    python leak.py                                       # five seeds of both splits, ten seconds; writes runs/leak.json
 
 The four multi-turn categories of BFCL are four variants of the same 200 scenarios, with the same golden calls. The paper draws its 80
 test tasks at random from all 800 and trains on the others, so that most of them have siblings among the training tasks. What that is worth shows a "policy"
