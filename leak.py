@@ -36,6 +36,11 @@ def words(task: Task) -> set[str]:
     return set(task.turns[0].lower().split())
 
 
+def answer(task: Task) -> str:
+    """A task's golden calls, wherever the turns break and in any order."""
+    return str(sorted(str(call) for calls in task.golden for call in calls))
+
+
 def nearest(task: Task, memory: list[Task]) -> Task:
     """The task in memory whose first user message is most alike: words in common by all words of the two (Jaccard). The first of several."""
     mine = words(task)
@@ -73,11 +78,11 @@ def main(argv=None):
             except ModuleNotFoundError as error:
                 raise UserError(str(error))
             memory += more                               # the paper trains on all 720
-            answers = {str(sorted(map(str, sum(task.golden, [])))) for task in memory}
+            answers = {answer(task) for task in memory}
             for task in tasks:
                 episode = repeat(task, nearest(task, memory))
                 rows.append({"split": split, "seed": seed, "task": task.id, "category": task.category,
-                             "known": int(str(sorted(map(str, sum(task.golden, [])))) in answers),
+                             "known": int(answer(task) in answers),
                              "success": trajectory_reward(episode).total, "official": int(bfcl.official_verdict(episode))})
     numbers = {}
     print(f"lookup without a model, {o.seeds} seeds x {len(tasks)} test tasks: %, Wilson 95 %")
