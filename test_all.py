@@ -4031,7 +4031,7 @@ def test_cli_own_successes_are_of_other_tasks(here, monkeypatch, school_run):
     for seed in (0, 0, 3):
         sft.pretrained_builtin(f"runs/base{seed}", seed=seed)
     assert [p.seed for p in bases] == [0, 3]
-    sft.main(["--pretrain", "--base_seed", "5"])
+    sft.main(["--pretrain", "--base_seed", "5", "--out", "runs/no-stage-1"])
     assert bases[-1].seed == 5 and sorted(path.name for path in Path("runs").iterdir()) == ["base", "base0", "base3", "rctp"]
 
 
