@@ -176,6 +176,7 @@ def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: to
         raise UserError(f"cannot load a model from {name_or_path}: {reason}")
     if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in rules:
         model.hf_quantizer.remove_quantization_config(model)             # its weights are plain by now, and can be saved
+    require(model.get_output_embeddings() is not None, f"{type(model).__name__} is not supported: it has no head of its own")
     model.requires_grad_(True)
     add_reward_tokens(model, tokenizer)
     return model.to(device).eval(), tokenizer

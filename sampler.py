@@ -3,7 +3,8 @@
 Rows of different lengths share one cache with one write position per row: no padding stands between a row's tokens, every
 token has its own position id, and an explicit mask lets a query see exactly the keys of its own row up to its own position
 (SDPA's is_causal would align to the top left, which is wrong once the cache holds something). Rows whose episode has ended
-are refilled from the queue. Works with every transformers model that uses the standard cache interface and full attention.
+are refilled from the queue. Works with every transformers model that uses the standard cache interface and full
+attention; whether a model does is measured: `verify` compares sampler and trainer with the model's own forward pass.
 
 What makes it fast:
 - A prefix that a new prompt shares with a prompt in the cache is copied, not computed: a group's prompt up to the reward
@@ -16,18 +17,23 @@ Sampling noise belongs to the episode, not to the batch: token n of episode i un
 generator seeded with (s, i). So the number of rows, and which rows happen to run side by side, change nothing (but for a
 tie in the last bit, about one token in 10,000).
 """
+import copy
+import inspect
+import re
 import sys
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import AttentionInterface, Cache
 
-from model import batches_by_length, cache_argument, pad, policy_logits
-from run import UserError
+from model import batches_by_length, cache_argument, pad, policy_logits, token_logprobs
+from run import UserError, require
 from tokens import Renderer, parse_calls
 
 PREFILL_CHUNK = 2048       # tokens that one row feeds at one time
@@ -170,12 +176,11 @@ class Sampler:
 
     def __init__(self, model, tokenizer, rows: int = 256, max_message: int = 256, max_messages: int = 32,
                  max_length: int | None = None):
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise UserError(f"this model's attention ({', '.join(sorted(kinds))}) is not supported: full attention only")
         self.model, self.tokenizer, self.renderer = model, tokenizer, Renderer(tokenizer)
         self.rows, self.max_message, self.max_messages = rows, max_message, max_messages
-        context = model.config.max_position_embeddings
+        context = getattr(model.config, "max_position_embeddings", None)
+        name = type(model).__name__
+        require(context and context > 0, f"{name} is not supported: its config names no max_position_embeddings")
         self.max_length = min(max_length or context, context)
         eos = model.generation_config.eos_token_id if model.generation_config is not None else None
         eos = eos if isinstance(eos, list) else [eos]
@@ -184,6 +189,9 @@ class Sampler:
         self.fed = self.copied = 0                       # of the last rollout: tokens that the model read, keys that were copied instead
         self.cache = self._weights = None                # both outlive a rollout
         self.stop_ids = self.renderer.stop_ids | {token for token in eos if token is not None}
+        if getattr(model.config, "rollouts_verified", None) != transformers.__version__:
+            verify(self)
+            model.config.rollouts_verified = transformers.__version__    # saved with the checkpoint
 
     def check_prompt(self, episode, prompt: list[int]):
         """Raises UserError for a prompt that leaves no room in the context."""
@@ -431,3 +439,84 @@ class Sampler:
         row.mask += [False] * len(answer)
         row.logprobs += [0.0] * len(answer)
         return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# is what is sampled and trained the model itself?
+
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4}  # mean nats a token between two orders of the same sums, at most
+ROUNDING_16_BIT = 0.1
+
+
+def switches(config) -> list[int]:
+    """Lengths from which on a model computes something else, as its config names them: windows, chunks, ropes."""
+    found, left = [], [config.to_dict()]
+    while left:
+        for key, value in left.pop().items():
+            if isinstance(value, dict):
+                left.append(value)
+            elif type(value) is int and re.search("window|chunk|original_max_position", key):
+                found.append(value)
+    return found
+
+
+class _Talk:
+    """An episode that answers whatever is said, for the probe."""
+
+    def __init__(self):
+        self.messages, self.task = [], SimpleNamespace(id="probe")
+
+    def step(self, calls):
+        self.messages += [{"role": "tool", "name": "f", "content": "ok"} for _ in calls]
+
+    def next_turn(self, said):
+        self.messages.append({"role": "user", "content": "ok"})
+        return self.messages[-1]
+
+
+def own_logprobs(model, row: Trajectory) -> torch.Tensor:
+    """Log-probs (N,) of a row's sampled tokens by the model's own forward pass on that row alone."""
+    ids = torch.tensor(row.ids, device=model.device)                                                         # (T,)
+    place = torch.tensor(row.mask, device=model.device).nonzero()[:, 0]                                      # (N,)
+    keep = {"logits_to_keep": place - 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits = model(input_ids=ids[None], use_cache=False, **keep).logits[0]
+    logits = (logits if keep else logits[place - 1]).float()                                                 # (N, V)
+    logits[:, model.config.reward_token_ids] = float("-inf")
+    return logits.log_softmax(-1).gather(-1, ids[place, None])[:, 0]
+
+
+@torch.no_grad()
+def verify(sampler: Sampler):
+    """UserError unless sampler and trainer give the log-probs of the model's own forward pass, but for rounding.
+
+    Both compute the model in parts: body, cache, mask and head are put together here and in model.py. The probe plays a few
+    prompts of mixed lengths side by side, one longer than every window or change of rope that the config names, over
+    several short messages and answers. Its rows are then scored by the trainer, with and without a shared prompt, and by
+    the model, each row alone.
+    """
+    model, name, probe = sampler.model, type(sampler.model).__name__, copy.copy(sampler)
+    probe.rows, probe.max_message, probe.max_messages = 3, 5, 3
+    probe.stop_ids = range(0, len(sampler.tokenizer), 2)                 # about every second token ends a message
+    room, text = sampler.max_length - 16, sampler.renderer.encode(__doc__)
+    shared = min(room, max([50, *(5 * n // 4 for n in switches(model.config) if n < room)]))
+    text *= 1 + (shared + 16) // len(text)
+    prompts = [text[:shared] + text[k:k + 5] for k in (1, 2)] + [text[:20], text[7:10]]
+    try:
+        rows = probe.rollout([_Talk() for _ in prompts], prompts)
+        ids = pad([row.ids for row in rows], 0, model.device)                                                # (B, T)
+        mask = pad([row.mask for row in rows], False, model.device)                                          # (B, T)
+        sampled = pad([row.logprobs for row in rows], 0.0, model.device)                                     # (B, T)
+        own = torch.zeros_like(sampled).masked_scatter(mask, torch.cat([own_logprobs(model, row) for row in rows]))
+        parts = {"the trainer": token_logprobs(model, ids, mask), "the sampler": sampled,
+                 "the trainer with a shared prompt": token_logprobs(model, ids[:2], mask[:2], shared=shared)}
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:                                           # a cache, a mask or positions of another kind
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        raise UserError(f"{name} is not supported: it does not take our cache, mask and positions ({reason})")
+    for part, values in parts.items():
+        gap = float((values - own[:len(values)]).abs().sum() / mask[:len(values)].sum())
+        if not gap <= ROUNDING.get(model.dtype, ROUNDING_16_BIT):
+            likely = "a scale or cap on its logits" if part == "the trainer" else "attention in windows, a rope that switches"
+            raise UserError(f"{name} is not supported: {part} differs from its own forward pass by {gap:.2g} nats a token "
+                            f"(often {likely}); choose another model")

@@ -2919,9 +2919,6 @@ def test_sampler_prompts_and_models_that_do_not_fit():
     tasks, model, tokenizer = school()
     with pytest.raises(run.UserError, match=r"^the prompt of task \S+ has \d+ tokens and the limit is 20; [^\n]*--schemas compact\)$"):
         rollout(model, tokenizer, tasks, limits={"max_length": 20})
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(run.UserError, match="sliding_attention"):
-        Sampler(model, tokenizer)
 
 
 def test_sampler_keeps_its_cache_under_grad_checkpoint(monkeypatch):
@@ -2948,20 +2945,123 @@ def test_sampler_lora_plays_like_the_merged_model(tmp_path):
     assert [t.ids for t in merged] == [t.ids for t in found] != [t.ids for t in plain]
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral"])
-def test_sampler_other_architectures(kind):
-    """Other model families through the same cache: grouped heads, biases, norms of queries and keys, heads of their own size."""
-    tasks, _, tokenizer = school()
-    torch.manual_seed(0)
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=512, pad_token_id=0)
+GPT = dict(n_embd=32, n_layer=2, n_head=4, n_positions=512, num_key_value_heads=4)
+
+
+def stranger(kind, **changes):
+    """A random model of another family (name of its config class), with weights large enough for context to matter."""
+    tokenizer = school()[2]
     config = getattr(transformers, kind + "Config")(
-        vocab_size=len(tokenizer) + 5, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, sliding_window=None, eos_token_id=tokenizer.eos_token_id, **({"head_dim": 16} if kind == "Qwen3" else {}))
-    model = getattr(transformers, kind + "ForCausalLM")(config).eval()
+        **{"vocab_size": len(tokenizer) + 5, "eos_token_id": tokenizer.eos_token_id, **SIZES, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(4)
     model.config.reward_token_ids = reward_ids(tokenizer)
+    return model.eval(), tokenizer
+
+
+def rope(kind, **changes):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **changes}}
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("Mistral", {"sliding_window": None}), ("Mistral", {"sliding_window": 4096}),
+    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}), ("GPT2", GPT),
+    ("Llama", rope("yarn", factor=4.0)), ("Llama", rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    ("Granite", {"logits_scaling": 1.0})], ids=str)
+def test_sampler_other_architectures(kind, changes):
+    """Other families through the same cache: grouped heads, biases, norms, experts, learned positions, scaled ropes."""
+    model, tokenizer = stranger(kind, **changes)
+    tasks = school()[0]
     found = rollout(biased(model, {tokenizer.eos_token_id: 3.0}), tokenizer, tasks, limits={"rows": 3})
     assert len({len(t.ids) for t in found}) > 2 and max(len(t.messages) for t in found) >= 2
     for trajectory in found:
         assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind, changes, says", [
+    ("Granite", {"logits_scaling": 8.0}, "the trainer differs"), ("Cohere", {"logit_scale": 0.0625}, "the trainer differs"),
+    ("GraniteMoe", {"logits_scaling": 4.0, "num_local_experts": 4}, "the trainer differs"),
+    ("Gemma2", {"attn_logit_softcapping": None, "head_dim": 8, "final_logit_softcapping": 1.0}, "the trainer differs"),
+    ("Gemma2", {"head_dim": 8}, "plain softmax attention only"),
+    ("Mistral", {"sliding_window": 16}, "the sampler differs"), ("Mixtral", {"sliding_window": 16}, "the sampler differs"),
+    ("Starcoder2", {"sliding_window": 16}, "the sampler differs"), ("Phi3", {"sliding_window": 16}, "the sampler differs"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "the sampler differs"),
+    ("Mistral", {"sliding_window": 300}, "the sampler differs"), ("Mistral", {"sliding_window": 480}, "the sampler differs"),
+    ("Olmo3", {"sliding_window": 16}, "the sampler differs"), ("Gemma3Text", {"sliding_window": 16, "head_dim": 8}, "differs"),
+    ("Phi3", {**rope("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4), "original_max_position_embeddings": 64}, "differs"),
+    ("GPTNeo", {"num_layers": 2, "num_heads": 4, "window_size": 16, "attention_types": [[["global", "local"], 1]],
+                "num_key_value_heads": 4}, "the sampler differs"),
+    ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": None}, "plain softmax attention only"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "does not take our cache"),
+    ("DeepseekV3", {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+                    "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+                    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1}, "does not take our cache"),
+    ("Mamba", {"max_position_embeddings": None}, "max_position_embeddings"),
+    ("Bloom", {"n_layer": 2, "n_head": 4, "max_position_embeddings": None}, "max_position_embeddings"),
+    ("Gemma3", {"text_config": {**SIZES, "vocab_size": 400, "head_dim": 8}, "vision_config": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}},
+     "is not supported")], ids=str)
+def test_sampler_models_that_are_more_than_their_parts(kind, changes, says):
+    """A head with a scale or a cap, windows, a rope that switches, other caches, several modalities: one line, and no
+    list of names decides (unsloth#11277, trl#6629, vllm#2064)."""
+    model, tokenizer = stranger(kind, **changes)
+    with pytest.raises(run.UserError, match=rf"^[^\n]*{says}[^\n]*$"):
+        Sampler(model, tokenizer, max_message=8)
+
+
+@pytest.mark.parametrize("what", ["head", "mask", "positions", "shared prompt", "copy", "NaN"])
+def test_sampler_verify_notices(monkeypatch, what):
+    """What is computed in parts, with one part wrong."""
+    model, tokenizer = stranger("Llama")
+    if what == "head":
+        for module in (policy, sampling):
+            monkeypatch.setattr(module, "policy_logits", lambda *a, true=policy.policy_logits: 1.1 * true(*a))
+    elif what == "mask":                                 # a row sees one key too many, its bin
+        monkeypatch.setattr(sampling.RaggedCache, "bin", property(lambda self: 0))
+    elif what == "positions":
+        aim = sampling.RaggedCache.aim
+        monkeypatch.setattr(sampling.RaggedCache, "aim", lambda self, rows, at, span: aim(self, rows, (at - 1).clamp_min(0), span))
+    elif what == "shared prompt":
+        monkeypatch.setattr(policy._Prompt, "update", lambda self, key, value, layer, *_, **__:
+                            (self.kept.update({layer: (key.roll(1, 2), value)}), (key, value))[1])
+        monkeypatch.setattr(policy._Rest, "update", lambda self, key, value, layer, *_, **__: tuple(
+            torch.cat([before.expand(len(own), -1, -1, -1), own], 2) for before, own in zip(self.prompt.kept[layer], (key, value))))
+    elif what == "copy":
+        monkeypatch.setattr(sampling.RaggedCache, "copy", lambda *_: None)
+    else:
+        model.lm_head.weight.data[7] = math.nan
+    with pytest.raises(run.UserError, match="LlamaForCausalLM is not supported: the (trainer|sampler)"):
+        Sampler(model, tokenizer)
+
+
+def test_sampler_verify_comes_before_the_run(here, monkeypatch, capsys):
+    model, tokenizer = stranger("Granite", logits_scaling=8.0)
+    policy.save_policy(model, tokenizer, "granite")
+    capsys.readouterr()
+    said = stumble(monkeypatch, capsys, sft, "--model", "granite", "--demos", "4")
+    assert "GraniteForCausalLM is not supported" in said and not Path("runs").exists()
+
+
+def test_sampler_verify_runs_once(monkeypatch, tmp_path):
+    """Fast, without a trace in the random generators, and not again for a checkpoint that was written afterwards."""
+    model, tokenizer = bare_policy()
+    policy.add_reward_tokens(model, tokenizer)
+    before, began = torch.get_rng_state(), time.time()
+    Sampler(model, tokenizer)
+    assert time.time() - began < 5 and torch.equal(torch.get_rng_state(), before)        # about 0.1 s on a quiet core
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    monkeypatch.setattr(sampling, "verify", lambda sampler: 1 / 0)
+    loaded = policy.load_policy(str(tmp_path / "c"))
+    Sampler(*loaded)
+    loaded[0].config.rollouts_verified = "4.0.0"         # another version may compute something else
+    with pytest.raises(ZeroDivisionError):
+        Sampler(*loaded)
 
 
 # =====================================================================================================================
