@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import envs
 from envs import CATEGORIES, Call, CallError, Refused, Task
+from run import UserError, program, read_flags
 
 CLASSES = {  # tool class -> its module and function document in the package
     "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
@@ -267,7 +268,7 @@ def answer(task: Task) -> str:
 
 @functools.cache
 def _kin() -> dict[str, set[str]]:
-    """Scenario -> the scenarios that it is connected with by equal answers of any of their variants, itself included."""
+    """Scenario -> those that it is connected with by equal answers of any of their variants, itself included."""
     kin, first = {task.scenario: {task.scenario} for task in _all_tasks()}, {}
     for task in _all_tasks():
         joined = kin[task.scenario] | kin[first.setdefault(answer(task), task.scenario)]
@@ -421,7 +422,17 @@ def official_verdict(episode: Episode) -> bool:
             del names[name]
 
 
-def main():
+@dataclass
+class Options:
+    """There are none."""
+
+
+def main(argv=None):
+    read_flags(Options, argv)
+    try:
+        load_tasks()
+    except ModuleNotFoundError as error:
+        raise UserError(str(error))
     for category in CATEGORIES:
         tasks, passed = load_tasks([category], part="all"), 0
         for task in tasks:
@@ -435,4 +446,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    program(main)
