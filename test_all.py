@@ -1162,7 +1162,7 @@ def test_bfcl_scenarios_with_equal_answers_share_a_side():
 
 @needs_bfcl
 def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
-    """a and b have an answer in common, so have c and d, and b and c in other variants: the four are one, e is alone."""
+    """a and b have an answer in common, so have c and d, and b and c in others: the four are one, e is alone."""
     call = lambda text: [[Call("echo", {"content": text})]]     # noqa: E731
     tasks = tuple(dataclasses.replace(bfcl_task("base_0"), scenario=scenario, golden=call(text))
                   for scenario, text in zip("abcdbe", "112223"))
