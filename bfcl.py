@@ -11,8 +11,14 @@ What differs from the leaderboard and from the paper, and why:
   strings; these are built here from calls that have passed all that, with "(" in strings escaped, because the
   checker's regular expression would rewrite `sort (x)` inside a text.
 - A withheld function is refused before the turn that hands it over (the leaderboard only hides it), unless the
-  golden answer itself uses it earlier: `tail` in multi_turn_miss_func_49. Functions listed as excluded are left out.
+  golden answer itself uses it earlier: `tail` in multi_turn_miss_func_49. The sentence that hands it over is the
+  leaderboard's for models with a native call format; there the schemas join the tools at the top of the prompt, here
+  they stand below that sentence. Functions listed as excluded are left out; the leaderboard's code ignores that list.
 - Tools raise errors and JSON objects alike; here every failure reads {"error": "..."}.
+- A call that cannot be read gives an error result; on the leaderboard it ends the turn. There a turn of more than 20
+  messages with calls fails the task; here --max_messages bounds the dialogue, and a message has at most 64 calls.
+- The function documents are shown without "Note that the provided function is in Python 3 syntax.", which the
+  leaderboard adds to each description, and without what the function returns.
 - Episodes share no state: in the official classes long_context credit cards, mutable default arguments and the precision
   of decimal and mpmath are process-global. Two error texts there list a set in hash order; here they are sorted.
 - The split is by scenario unless asked otherwise, see load_tasks. Reward: the paper's, see reward.py.
@@ -35,13 +41,13 @@ from typing import NamedTuple
 
 import envs
 from envs import CATEGORIES, Call, CallError, Refused, Task
+from run import UserError, program, read_flags
 
 CLASSES = {  # tool class -> its module and function document in the package
     "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot",
     "TravelAPI": "travel_booking", "VehicleControlAPI": "vehicle_control"}
 TYPES = {"dict": "object", "float": "number"}           # the documents' type names that JSON Schema doesn't know
-HANDOVER = "Further functions are available from now on. Please do what I asked for before."
 
 MAX_SIZE = 10_000       # characters and items in the arguments of a call; the longest golden call has 6.7 thousand
 MAX_DEPTH = 8           # of nested lists and objects in an argument
@@ -77,6 +83,12 @@ def _files() -> dict[str, Path]:
 
 def _lines(name: str) -> list[dict]:
     return [json.loads(line) for line in _files()[name].read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def handover() -> str:
+    """What the user says when withheld functions are handed over; the data have no words for it."""
+    prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
+    return prompts.DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
 
 
 def data_hash() -> str:
@@ -234,7 +246,7 @@ def _task(category: str, question: dict, answer: list[list[str]]) -> BfclTask:
     used_early = {call.name for turn, names in withheld.items() for calls in golden[:turn] for call in calls} & hidden
     return BfclTask(
         id=question["id"], category=category, scenario=question["id"].rsplit("_", 1)[1],
-        turns=[messages[0]["content"] if messages else HANDOVER for messages in question["question"]], golden=golden,
+        turns=[messages[0]["content"] if messages else handover() for messages in question["question"]], golden=golden,
         offered=[name for owner in classes for name, function in _table().items()
                  if function.owner.__name__ == owner and name not in hidden],
         withheld=withheld, initial=question["initial_config"], classes=classes, early=sorted(used_early))
@@ -249,12 +261,30 @@ def _all_tasks() -> tuple[BfclTask, ...]:
     return tuple(tasks)
 
 
+def answer(task: Task) -> str:
+    """A task's golden calls, wherever the turns break and in any order."""
+    return str(sorted(str(call) for calls in task.golden for call in calls))
+
+
+@functools.cache
+def _kin() -> dict[str, set[str]]:
+    """Scenario -> those that it is connected with by equal answers of any of their variants, itself included."""
+    kin, first = {task.scenario: {task.scenario} for task in _all_tasks()}, {}
+    for task in _all_tasks():
+        joined = kin[task.scenario] | kin[first.setdefault(answer(task), task.scenario)]
+        kin.update(dict.fromkeys(joined, joined))
+    return kin
+
+
 def load_tasks(categories=None, split: str = "scenario", part: str = "train", seed: int = 0) -> list[Task]:
     """The official multi-turn tasks of one part, in the official order.
 
     categories: some of base, miss_func, miss_param, long_context (default: all; the parts do not depend on the choice).
-    split "scenario": the 200 scenarios are shuffled by seed into 160 train, 20 validation, 20 test, all four variants
-        of a scenario on the same side.
+    split "scenario": the 200 scenarios are shuffled by seed into 20 test, 20 validation, 160 train, all four variants
+        of a scenario on the same side. Two pairs of scenarios (107 and 136, 120 and 124) have the same golden calls in
+        other words: both go where the first of them falls, so a part may have a scenario or two more or fewer. Left as
+        they fall, for no answer is another's: 40 and 43 open with the same message (3 of 9 calls in common), 4 pairs
+        have 3 in 4 calls in common, and 9 scenarios want another's functions in the same order with other values.
     split "random": the paper's, 80 test tasks drawn from the 800, then 80 for validation; the paper trains on all other
         720. It LEAKS: nearly every test task has a variant with the same golden calls among the training tasks.
     part: train, validation, test or all.
@@ -269,10 +299,12 @@ def load_tasks(categories=None, split: str = "scenario", part: str = "train", se
     key = (lambda task: task.scenario) if split == "scenario" else (lambda task: task.id)
     keys = sorted({key(task) for task in tasks})
     random.Random(seed).shuffle(keys)
-    tenth = len(keys) // 10
-    held = {"test": keys[:tenth], "validation": keys[tenth:2 * tenth], "train": keys[2 * tenth:], "all": keys}
-    chosen = set(held[part])
-    return [task for task in tasks if key(task) in chosen and task.category in categories]
+    tenth, places = len(keys) // 10, {name: place for place, name in enumerate(keys)}
+    kin = _kin() if split == "scenario" else {}
+    chosen = {"test": range(tenth), "validation": range(tenth, 2 * tenth), "train": range(2 * tenth, len(keys)),
+              "all": range(len(keys))}[part]
+    return [task for task in tasks if task.category in categories
+            and min(places[name] for name in kin.get(key(task), [key(task)])) in chosen]
 
 
 # ---- episodes ----
@@ -390,7 +422,17 @@ def official_verdict(episode: Episode) -> bool:
             del names[name]
 
 
-def main():
+@dataclass
+class Options:
+    """There are none."""
+
+
+def main(argv=None):
+    read_flags(Options, argv)
+    try:
+        load_tasks()
+    except ModuleNotFoundError as error:
+        raise UserError(str(error))
     for category in CATEGORIES:
         tasks, passed = load_tasks([category], part="all"), 0
         for task in tasks:
@@ -404,4 +446,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

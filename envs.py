@@ -15,23 +15,31 @@ are checked against the signature before anything runs, and an episode starts fr
 
     python envs.py        prints one task of each category with its golden replay
 """
+import copy
 import hashlib
 import inspect
 import json
 import random
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import Callable, NamedTuple
+from types import NoneType, UnionType
+from typing import Annotated, Any, Callable, Literal, NamedTuple, Union, get_args, get_origin
 
 from transformers.utils import get_json_schema
+
+from reward import same
+from run import program, read_flags
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 PARTS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}  # tenths of all scenarios, by hash
 MAX_CALLS = 16      # calls that one message may run; the rest get an error result
 MAX_TEXT = 500      # characters in one string argument
-MAX_ITEMS = 20      # entries in one list argument
+MAX_ITEMS = 20      # entries in one list or object argument
+MAX_DEPTH = 8       # of lists and objects in one argument
 MAX_NUMBER = 10**9  # absolute value of one number argument
+MAX_RESULT = 10**5  # characters in one result
 
 
 # ---- data types ----
@@ -55,7 +63,7 @@ class Tool(NamedTuple):
     """One callable tool. `owner` is the name of the API class whose instance `function` gets as its first argument."""
     owner: str
     function: Callable
-    parameters: dict    # name -> inspect.Parameter
+    parameters: dict    # name -> inspect.Parameter, its annotation no string (inspect.signature(..., eval_str=True))
     writes: bool
     schema: dict        # JSON schema as get_json_schema gives it; shared by all episodes, so read it only
 
@@ -78,25 +86,49 @@ class Task:
         return Episode(self)
 
 
-EXPECTED = {int: "a whole number", float: "a number", bool: "true or false",
-            str: f"a text of at most {MAX_TEXT} characters", list[str]: f"a list of at most {MAX_ITEMS} texts"}
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null",
+            str: f"a text of at most {MAX_TEXT} characters", list[str]: f"a list of at most {MAX_ITEMS} texts",
+            list: f"a list of at most {MAX_ITEMS} entries", dict: f"an object of at most {MAX_ITEMS} entries"}
 
 
-def check(value, kind):
-    """`value` in canonical form if it is of type `kind` (a key of EXPECTED), else Refused.
+def check(value, kind, depth=0):
+    """`value` in canonical form if it fits the annotation `kind`, any that get_json_schema takes; else Refused.
 
-    Numbers without a fraction become int, so 3 and 3.0 are one call; True is not a number, nor is nan.
+    Numbers without a fraction become int, so 3 and 3.0 are one call; True is not a number, nor is nan. A list becomes
+    the tuple that is asked for, and a value the member of an Enum.
     """
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    entry = inner[-1] if inner else Any
+    items = isinstance(value, (list, tuple, dict)) and len(value) <= MAX_ITEMS and depth < MAX_DEPTH
+    if origin is Annotated:
+        return check(value, inner[0], depth)
+    if origin in (Union, UnionType):
+        reasons = []
+        for option in inner:
+            try:
+                return check(value, option, depth)
+            except Refused as error:
+                reasons.append(str(error).removeprefix("must be "))
+        raise Refused("must be " + " or ".join(reasons))
+    if kind is Any and type(value) in EXPECTED:
+        return check(value, type(value), depth)
+    if origin is Literal and any(same(value, choice) for choice in inner):
+        return next(choice for choice in inner if same(value, choice))
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return value if isinstance(value, kind) else kind(check(value, Literal[tuple(member.value for member in kind)]))
     if kind in (int, float):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
             if value == int(value) or kind is float:
                 return int(value) if value == int(value) else value
-    elif kind == list[str]:
-        if isinstance(value, list) and len(value) <= MAX_ITEMS:
-            return [check(item, str) for item in value]
-    elif isinstance(value, kind) and (kind is bool or len(value) <= MAX_TEXT):
+    elif kind in (bool, NoneType, str) and isinstance(value, kind) and (kind is not str or len(value) <= MAX_TEXT):
         return value
-    raise Refused(f"must be {EXPECTED[kind]}")
+    elif origin is list and items and isinstance(value, list):
+        return [check(item, entry, depth + 1) for item in value]
+    elif origin is dict and items and isinstance(value, dict):
+        return {check(key, str): check(item, entry, depth + 1) for key, item in value.items()}
+    elif origin is tuple and items and not isinstance(value, dict) and len(inner or value) == len(value):
+        return tuple(check(item, each, depth + 1) for item, each in zip(value, inner or [Any] * len(value)))
+    raise Refused(f"must be {EXPECTED.get(kind) or EXPECTED.get(origin) or inspect.formatannotation(kind)}")
 
 
 def bind_arguments(parameters, arguments):
@@ -126,9 +158,27 @@ def fresh(data):
     return [fresh(value) for value in data] if isinstance(data, list) else data
 
 
-def error_text(message) -> str:
-    """A result that tells the policy why its call did not work."""
-    return json.dumps({"error": str(message)[:MAX_TEXT]})
+def error_text(reason) -> str:
+    """A result that tells the policy why its call did not work; `reason` is a text or an exception."""
+    kind = "" if isinstance(reason, (str, Refused)) else type(reason).__name__
+    try:
+        text = f"{kind}: {reason}" if kind else str(reason)
+    except Exception:                       # of its own __str__
+        text = kind
+    return json.dumps({"error": text[:MAX_TEXT]})
+
+
+def result_text(result) -> str:
+    """What a tool returned, as strict JSON: sets sorted, all else that JSON lacks as text. Refused if too long."""
+    def plain(value):
+        return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)
+    try:
+        text = json.dumps(result, default=plain, allow_nan=False)
+    except (TypeError, ValueError):         # a key that is no text, a number that is none, a circle
+        text = json.dumps(str(result))
+    if len(text) > MAX_RESULT:
+        raise Refused(f"the result has more than {MAX_RESULT} characters")
+    return text
 
 
 def json_copy(arguments):
@@ -166,11 +216,12 @@ class Episode:
         """Fresh API instances, {class name: instance}."""
         return {api.__name__: api(self.task.initial[api.__name__]) for api in APIS}
 
-    def execute(self, tool: Tool, call: Call) -> dict:
+    def execute(self, tool: Tool, call: Call):
         """Run one bound call and return its result; Refused if the API does not accept it."""
         instance = self.objects[tool.owner]
-        result = tool.function(instance, **call.arguments)
-        instance.revision += tool.writes
+        result = tool.function(instance, **copy.deepcopy(call.arguments))
+        if tool.writes:
+            instance.revision = getattr(instance, "revision", 0) + 1
         return {"ok": True} if result is None else result
 
     def state(self) -> dict:
@@ -185,9 +236,10 @@ class Episode:
             return None
 
     def step(self, calls: list[Call | CallError]) -> list[str]:
-        """Run the calls of one assistant message; their results as JSON strings, in order. Never raises.
+        """Run the calls of one assistant message; their results as JSON strings, in order.
 
-        A call that cannot run gives {"error": reason}, changes nothing, and the next one still runs.
+        Never raises, but for Ctrl-C. A call that cannot run gives {"error": reason}, changes nothing, and the next one
+        still runs. So it is with any exception of a tool, sys.exit included; what it has changed until then stays.
         """
         calls = calls if isinstance(calls, list) else [calls]
         results = [self.run(call) if i < self.max_calls else error_text(f"more than {self.max_calls} calls")
@@ -214,12 +266,13 @@ class Episode:
         try:
             bound = Call(call.name, bind_arguments(tool.parameters, call.arguments))
             self.calls.append(bound)
-            result = self.execute(tool, bound)
-        except Refused as error:
+            result = result_text(self.execute(tool, bound))
+        except (Exception, SystemExit) as error:
             return error_text(error)
-        if self.task.clutter:
-            result = add_clutter(result, self.task.clutter, f"{self.task.id} {bound}")
-        return json.dumps(result)
+        if self.task.clutter:       # its seed goes without what make_tasks adds to an id for its arguments
+            seed = f"{self.task.id.partition('@')[0]} {bound}"
+            result = json.dumps(add_clutter(json.loads(result), self.task.clutter, seed))
+        return result
 
     def next_turn(self, said="") -> dict | None:
         """End the assistant's turn with the text `said`; the next user message, or None at the end of the dialogue.
@@ -850,9 +903,17 @@ def draw_clutter(rng, size):
 
 def add_clutter(result, size, seed):
     """`result` between `size` useless entries, the same ones for the same seed."""
-    rng = random.Random(seed)
+    rng, result = random.Random(seed), result if isinstance(result, dict) else {"result": result}
     before = rng.randint(0, size)
     return {"before": draw_clutter(rng, before), **result, "after": draw_clutter(rng, size - before)}
+
+
+def regime_of(**chosen):
+    """What of these arguments of make_tasks differs from its defaults, for the end of an id: "@calls=1-1,tools=6"."""
+    usual = inspect.signature(make_tasks).parameters
+    texts = {name: "-".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+             for name, value in chosen.items() if value != usual[name].default}
+    return "@" * bool(texts) + ",".join(f"{name}={text}" for name, text in texts.items())
 
 
 def check_range(name, pair, top):
@@ -866,7 +927,7 @@ def make_tasks(n, seed, part="train", categories=CATEGORIES, turns=(1, 2), calls
     """`n` tasks of one part, the same ones for the same arguments, on any machine.
 
     The categories take turns; consecutive tasks are the variants of one scenario. No scenario is in two parts, whatever
-    the seeds.
+    the seeds. Tasks with the same id are the same: it names every argument that is not the default.
 
     Args:
         part: train, validation or test (8 : 1 : 1 of all scenarios).
@@ -889,6 +950,8 @@ def make_tasks(n, seed, part="train", categories=CATEGORIES, turns=(1, 2), calls
     if type(clutter) is not int or clutter < 0:
         raise ValueError(f"clutter must be a whole number >= 0, not {clutter!r}")
     rng, tasks = random.Random(f"{part} {seed}"), []
+    chosen = {"categories": tuple(categories), "turns": tuple(turns), "calls": tuple(calls), "tools": tools}
+    regime, cluttered = regime_of(**chosen), regime_of(**chosen, clutter=clutter)
     while len(tasks) < n:
         initial, wishes, golden = draw_scenario(rng, turns, calls)
         if part_of(golden) != part:
@@ -898,12 +961,19 @@ def make_tasks(n, seed, part="train", categories=CATEGORIES, turns=(1, 2), calls
         names = draw_tools(rng, needed, tools)
         for category in categories[:n - len(tasks)]:
             texts, wanted, offered, withheld = make_variant(rng, category, wishes, golden, names)
-            tasks.append(Task(f"{scenario}-{category}", category, scenario, texts, wanted, offered, withheld, initial,
-                              clutter if category == "long_context" else 0))
+            useless, ending = (clutter, cluttered) if category == "long_context" else (0, regime)
+            tasks.append(Task(f"{scenario}-{category}{ending}", category, scenario + regime, texts, wanted, offered,
+                              withheld, initial, useless))
     return tasks
 
 
-if __name__ == "__main__":
+@dataclass
+class Options:
+    """There are none."""
+
+
+def main(argv=None):
+    read_flags(Options, argv)
     for task in make_tasks(4, seed=0):
         print(f"\n{task.id}   tools: {', '.join(task.offered)}")
         episode = task.episode()
@@ -914,3 +984,7 @@ if __name__ == "__main__":
             message = episode.next_turn()
             if message and "tools" in message:
                 print("  handed over:", *(schema["function"]["name"] for schema in message["tools"]))
+
+
+if __name__ == "__main__":
+    program(main)

@@ -265,10 +265,14 @@ def describe(labels: list[list], rewards: torch.Tensor, advantages: torch.Tensor
 
 def stage1_tasks(o: Options, n: int, shift: int = 0) -> list:
     """The first n tasks (0: all) that the run o.init has demonstrations of; shift: the same scenarios, other variants (load_tasks)."""
-    made_by = config_of(o.init).get("options", {})
+    config = config_of(o.init)
+    made_by, regime = config.get("options", {}), config.get("tasks", {})
     require("demos" in made_by, f"--pool stage1 and --eval_part siblings need a run folder of sft.py in --init, not {o.init}")
     require(n <= made_by["demos"], f"--eval_tasks {n}: {o.init} has demonstrations of {made_by['demos']} scenarios only")
     require(shift == 0 or "," in o.categories, "--eval_part siblings: a single category has none")
+    other = [f"--{key} was {was} there and is {now} now" for key, was in regime.items()
+             if was != (now := getattr(o, key, was))]
+    require(not other, f"--pool stage1 and siblings are the tasks of {o.init}: {'; '.join(other)}. Leave it out")
     return load_tasks(o, "train", n or made_by["demos"], made_by["seed"], shift)
 
 

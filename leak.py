@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bfcl
+from bfcl import answer
 from envs import CATEGORIES, Task
 from evaluate import wilson
 from reward import trajectory_reward
@@ -36,11 +37,6 @@ def words(task: Task) -> set[str]:
     return set(task.turns[0].lower().split())
 
 
-def answer(task: Task) -> str:
-    """A task's golden calls, wherever the turns break and in any order."""
-    return str(sorted(str(call) for calls in task.golden for call in calls))
-
-
 def nearest(task: Task, memory: list[Task]) -> Task:
     """The task in memory whose first user message is most alike: words in common by all words of the two (Jaccard). The first of several."""
     mine = words(task)
@@ -52,13 +48,13 @@ def repeat(task: Task, remembered: Task) -> bfcl.Episode:
 
     A text that was not said there may lack something: it is waited for one more, which then stands for the next remembered turn.
     """
-    told = []                                            # what was said and done; a hand-over is no wish of its own
+    handover, told = bfcl.handover(), []                 # what was said and done; a hand-over is no wish of its own
     for text, golden in zip(remembered.turns, remembered.golden):
-        told[-1:] = [(told[-1][0], told[-1][1] + golden)] if text == bfcl.HANDOVER else [*told[-1:], (text, golden)]
+        told[-1:] = [(told[-1][0], told[-1][1] + golden)] if text == handover else [*told[-1:], (text, golden)]
     episode, waiting, reached, unsure = task.episode(), [], 0, False
     for text in task.turns:
         place = next((place for place in range(reached, len(told)) if told[place][0] == text), None)
-        if place is None and text != bfcl.HANDOVER:
+        if place is None and text != handover:
             place, unsure = (reached if unsure else None), not unsure
         if place is not None:
             waiting += [call for _, calls in told[reached:place + 1] for call in calls]
@@ -85,7 +81,7 @@ def main(argv=None):
                              "known": int(answer(task) in answers),
                              "success": trajectory_reward(episode).total, "official": int(bfcl.official_verdict(episode))})
     numbers = {}
-    print(f"lookup without a model, {o.seeds} seeds x {len(tasks)} test tasks: %, Wilson 95 %")
+    print(f"lookup without a model, {o.seeds} seeds of each split: %, Wilson 95 %")
     print(f"{'split':10}{'category':14}{'tasks':>6}{'golden calls known':>24}{'R':>24}{'official verdict':>24}")
     for split in ("random", "scenario"):
         for category in ("all", *CATEGORIES):
