@@ -42,7 +42,8 @@ import rcgrpo
 import sft
 import theory
 from evaluate import GOALS, TaskOptions, load_tasks, rate
-from run import FREE, UserError, check_file, make_options, option, program, read_flags, read_json, read_jsonl, require, require_package
+from run import (FREE, UserError, check_file, make_options, option, program, read_flags, read_json, read_jsonl, require,
+                 require_package)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the arms

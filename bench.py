@@ -50,7 +50,8 @@ import grpo
 from evaluate import TASK_KEYS, TaskOptions, load_tasks
 from model import Optimizer, add_reward_tokens, builtin_policy, load_policy, reference_policy, save_policy
 from rcgrpo import draw_tokens
-from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require, require_package
+from run import (UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require,
+                 require_package)
 from sampler import Sampler, Trajectory
 from tokens import FRAME, parse_calls
 
@@ -257,7 +258,8 @@ class Report:
     def write(self):
         """bench.md, bench.json and bench.png, as far as it has come."""
         folder = Path(self.o.out)
-        (folder / "bench.json").write_text(json.dumps({"machine": self.machine, "options": asdict(self.o), "notes": self.notes, "rows": self.rows}, indent=1), encoding="utf-8")
+        everything = {"machine": self.machine, "options": asdict(self.o), "notes": self.notes, "rows": self.rows}
+        (folder / "bench.json").write_text(json.dumps(everything, indent=1), encoding="utf-8")
         (folder / "bench.md").write_text("\n".join([
             "# Speed", "", ", ".join(f"{key} {value}" for key, value in self.machine.items()) + ".", "",
             "What is compared, and how, stands at the top of bench.py. Medians; in brackets the smallest and the largest.", "",
@@ -610,7 +612,8 @@ def main(argv=None):
     if given.get("plan"):
         return print(plan())
     require_package("matplotlib", "the figure")
-    device = make_options(TaskOptions, {key: given[key] for key in ("device", "threads") if key in given}, False).torch_device()
+    where = {key: given[key] for key in ("device", "threads") if key in given}
+    device = make_options(TaskOptions, where, False).torch_device()
     gpu, source = device.type == "cuda", given.get("checkpoint", "runs/rctp")
     config = {} if gpu else config_of(checkpoint_of(source) and source)
     tasks = {key: value for key, value in config.get("tasks", {}).items() if key in TASK_KEYS}

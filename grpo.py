@@ -37,8 +37,8 @@ from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, 
 from lora import base_weights
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
-from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program, read_flags, read_json, require,
-                 require_package, within_memory)
+from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program, read_flags,
+                 read_json, require, require_package, within_memory)
 from sampler import Sampler, Trajectory
 from state import Keeper, weights_hash
 
@@ -70,7 +70,8 @@ class Options(MemoryOptions, TaskOptions):
     weight_decay: float = option(0.0, "AdamW's weight decay", least=0)
     beta2: float = option(0.99, "AdamW's second beta", least=0, below=1)
     clip_norm: float = option(1.0, "gradient norm, at most", above=0)
-    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one rollout)", builtin=4096, least=1)
+    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one rollout)",
+                               builtin=4096, least=1)
     rows: int = option(16, "episodes side by side in the sampler", builtin=256, least=1)
     max_message: int = option(512, "tokens of one assistant message, at most", builtin=64, least=1)
     max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16, least=1)
@@ -80,7 +81,7 @@ class Options(MemoryOptions, TaskOptions):
     save_every: int = option(10, "steps between saved states", least=1)
     max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops", least=1)
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
-    overwrite: bool = option(False, "replace the older run in <out> when this one is complete, and an interrupted one at once")
+    overwrite: bool = option(False, "replace the older run in <out> when this one is complete, an interrupted one at once")
 
     def check(self):
         require(self.env == "sim" or (self.pool == "fresh" and self.eval_part != "siblings"),
@@ -306,8 +307,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: list[str], rev
     goals: names of the prompts under which success is measured before and after. command: its words (run.command_line).
     revise(model, rollouts, labels, advantages, weights), one entry each for N rollouts -> rows, advantages and weights to learn from (update).
     """
-    began, program_name = time.time(), Path(command[1]).name
-    claim(o.out, o.resume, o.overwrite, o.init)                                          # before anything that takes long
+    began, program_name, made = time.time(), Path(command[1]).name, config_of(o.init)
+    claim(o.out, o.resume, o.overwrite, o.init)                          # before anything that takes long
     require_package("matplotlib", "figure.png of a run")
     device = o.torch_device()
     source = checkpoint_of(o.init)
@@ -322,12 +323,13 @@ def train(o: Options, condition, goals: tuple[str, ...], command: list[str], rev
     first = pool or pick_tasks(o, None, 0)
     held_out = ([] if not o.eval_tasks else stage1_tasks(o, o.eval_tasks, shift=1) if o.eval_part == "siblings"
                 else load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed))
-    config = {"stage": program_name, "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
+    config = {"stage": program_name, "builtin": made.get("builtin", False), "condition": made.get("condition"),
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
               "hashes": {**fingerprint(o, sampler, first[0]), "policy": weights_hash(model)}}
     check_prompts(sampler, held_out + first)                                             # fails before anything is written
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
-    with Run(o.out, config, o.resume, o.overwrite, command) as run, Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper:
+    with (Run(o.out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper):
         start = keeper.begin(optimizer)
         require(start <= o.steps, f"--steps {o.steps}: {start} are done already")
         resume = f"then {run.how}; what is done is in {run.folder}/"
@@ -376,7 +378,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: list[str], rev
             after = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success after") if held_out else []
         report(o, run, metrics, after, len(held_out))
         run.finish()
-    print(f"{time.time() - began:.0f} s; wrote {run.final}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
+    print(f"{time.time() - began:.0f} s; wrote {run.final}/ "
+          "(checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
 
 
 def report(o: Options, run: Run, metrics: list[dict], after: list[dict], n: int):
@@ -405,7 +408,8 @@ def inherit(options_class, argv, default_init: str):
 def main(argv=None):
     o, config = inherit(Options, argv, "runs/sft")
     goal = GOALS[(config.get("condition") or "none") if o.goal == "auto" else o.goal]    # RCTP-FT runs: the high token throughout
-    train(o, lambda groups, group_size, seed: [[goal] * group_size for _ in range(groups)], tuple(GOALS), command_line("grpo.py", argv))
+    train(o, lambda groups, group_size, seed: [[goal] * group_size for _ in range(groups)], tuple(GOALS),
+          command_line("grpo.py", argv))
 
 
 if __name__ == "__main__":

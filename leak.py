@@ -95,7 +95,8 @@ def main(argv=None):
             numbers.setdefault(split, {})[category] = {"tasks": len(chosen), **cells}
             print(f"{split:10}{category:14}{len(chosen):6}" + "".join(f"{mean:10.1f} [{low:4.1f}, {high:5.1f}]" for mean, low, high in cells.values()))
     Path(o.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(o.out).write_text(json.dumps({"command": "python leak.py", "data": bfcl.data_hash(), "seeds": o.seeds, "numbers": numbers}, indent=1), encoding="utf-8")
+    everything = {"command": "python leak.py", "data": bfcl.data_hash(), "seeds": o.seeds, "numbers": numbers}
+    Path(o.out).write_text(json.dumps(everything, indent=1), encoding="utf-8")
     print(f"wrote {o.out}")
 
 

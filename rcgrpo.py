@@ -28,7 +28,8 @@ from tokens import HIGH, LOW
 class Options(grpo.Options):
     init: str = option("runs/rctp", "where to start: run folder, checkpoint folder or hub name; it is the frozen reference too")
     out: str = option("runs/rcgrpo", "run folder")
-    p_high: float = option(0.5, "probability of the high token (paper: the share of successes in the RCTP data)", least=0, most=1)
+    p_high: float = option(0.5, "probability of the high token (paper: the share of successes in the RCTP data)",
+                           least=0, most=1)
     how: str = option("iid", "how tokens are drawn: iid (paper) or stratified (exactly p * G high ones a group)",
                       choices=("iid", "stratified"))
 

@@ -33,11 +33,11 @@ import transformers
 
 # what --resume lets the user change: speed, memory, reporting, how long to go on. (RL's rate is constant after its warm-up, so more
 # steps are the same run going on; a longer SFT run is another one, for its rate falls towards the last step.)
-FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "max_skips", "steps", "out", "base", "resume",
-        "overwrite"}
+FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "max_skips", "steps",
+        "out", "base", "resume", "overwrite"}
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
-NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}          # what file systems say that cannot, of anything
-NO_FOLDER_SYNC = NO_SYNC | {errno.EACCES, errno.EPERM, errno.EBADF, errno.EISDIR}                        # and of a folder
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}          # of a file system that cannot
+NO_FOLDER_SYNC = NO_SYNC | {errno.EACCES, errno.EPERM, errno.EBADF, errno.EISDIR}
 LIMITS = {"least": ("at least", operator.ge), "above": ("more than", operator.gt),
           "most": ("at most", operator.le), "below": ("less than", operator.lt)}
 MADE_BY = {"runs/rctp": "python sft.py", "runs/sft": "python sft.py --plain", "runs/grpo": "python grpo.py",
@@ -53,8 +53,8 @@ def option(default, comment, builtin=None, choices=None, some=False, **limits):
 
     some: a comma-separated choice of the default's names. limits: the range of a number, by the names in LIMITS.
     """
-    return dataclasses.field(default=default, metadata={"comment": comment, "builtin": builtin, "choices": choices, "some": some,
-                                                        "limits": limits})
+    return dataclasses.field(default=default, metadata={
+        "comment": comment, "builtin": builtin, "choices": choices, "some": some, "limits": limits})
 
 
 def bounds(field) -> str:
@@ -90,15 +90,17 @@ def read_flags(options_class, argv=None, positional: str | None = None) -> dict:
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
             choices = field.metadata["choices"]
-            parser.add_argument(f"--{field.name}", type=kind, metavar=f"{{{','.join(choices)}}}" if choices else None, help=text)
+            shown = f"{{{','.join(choices)}}}" if choices else None
+            parser.add_argument(f"--{field.name}", type=kind, metavar=shown, help=text)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + meant(unknown[0].split("=")[0], parser._option_string_actions))
+        near = meant(unknown[0].split("=")[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return {key: os.path.expanduser(value) if isinstance(value, str) else value for key, value in vars(given).items()}
 
 
 def make_options(options_class, given: dict, builtin: bool):
-    """The user's choices over the defaults of the built-in model or of pretrained ones, in range; then the class's own check()."""
+    """The user's choices over the defaults of the built-in model or of pretrained ones, checked: ranges, then check()."""
     preset = {field.name: field.metadata["builtin"] for field in dataclasses.fields(options_class)
               if builtin and field.metadata["builtin"] is not None}
     options = options_class(**{**preset, **given})
@@ -114,7 +116,7 @@ def make_options(options_class, given: dict, builtin: bool):
         if isinstance(value, (int, float)):
             require(all(LIMITS[key][1](value, limit) for key, limit in field.metadata["limits"].items()),
                     f"--{name} must be {bounds(field)}, not {value}")
-            require(abs(value) < 2 ** 31, f"--{name} must be a number below 2^31, not {value}")          # no NaN, no infinity
+            require(abs(value) < 2 ** 31, f"--{name} must be a number below 2^31, not {value}")          # nor NaN
     if hasattr(options, "check"):
         options.check()
     return options
@@ -133,11 +135,12 @@ def require(condition: bool, message: str):
 
 def require_package(name: str, what: str, install: str = ""):
     """UserError if a package is not installed that `what` needs; to be asked before the work, not after it."""
-    require(importlib.util.find_spec(name) is not None, f"{what} needs the package {name}: pip install {install or name}")
+    found = importlib.util.find_spec(name) is not None
+    require(found, f"{what} needs the package {name}: pip install {install or name}")
 
 
 def check_file(path: str):
-    """UserError if a file cannot be written there: noticed before the work, not after it. Folders on the way may be missing."""
+    """UserError if a file cannot be written there: before the work, not after it. Folders on the way may be missing."""
     file = Path(path).absolute()
     there = next(place for place in (file, *file.parents) if place.exists())
     require(not file.is_dir(), f"--out {path} is a folder: give a file")
@@ -196,7 +199,7 @@ def program(main):
 def checkpoint_of(path: str) -> str:
     """The checkpoint folder of a run folder (or `path` itself, if it is a Hugging Face folder, file or hub name).
 
-    A runs/ folder that is not there is a UserError that names the command which makes it, or a folder of nearly that name.
+    A runs/ folder that is not there is a UserError that names the command which makes it, or one with nearly that name.
     """
     folder = Path(path)
     if (folder / "checkpoint").is_dir():
@@ -205,21 +208,21 @@ def checkpoint_of(path: str) -> str:
         return path
     if folder.exists() or folder.is_absolute() or not folder.parts or folder.parts[0] in ("runs", ".", ".."):
         command = MADE_BY.get(os.path.normpath(path))
-        near = [str(other) for parent in {folder.parent, Path("runs")} for other in parent.glob("*") if (other / "checkpoint").is_dir()]
-        raise UserError(f"there is no checkpoint in {path}{meant(os.path.normpath(path), near)}"
-                        + (f"; make it with `{command}`" if command else "; give the folder of a run, of a checkpoint, or a hub name"))
+        near = [str(file.parent) for parent in {folder.parent, Path("runs")} for file in parent.glob("*/checkpoint")]
+        advice = f"make it with `{command}`" if command else "give the folder of a run, of a checkpoint, or a hub name"
+        raise UserError(f"there is no checkpoint in {path}{meant(os.path.normpath(path), near)}; {advice}")
     return path                                                          # looks like a hub name: owner/model
 
 
 def code_hash() -> str:
     """First 16 hex digits of the SHA-256 of this program's source files."""
-    files = sorted(file for file in Path(__file__).parent.glob("[!.]*.py") if file.is_file())            # no editor's dangling lock
+    files = sorted(file for file in Path(__file__).parent.glob("[!.]*.py") if file.is_file())            # no editor's lock
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def run_of(path: str) -> Path:
     """The run folder to which a checkpoint folder belongs; any other path as it is."""
-    folder = Path(os.path.realpath(path))
+    folder = resolved(path)
     return folder.parent if folder.name == "checkpoint" and (folder.parent / "config.json").exists() else Path(path)
 
 
@@ -263,7 +266,7 @@ def to_line(row: dict) -> str:
 
 
 def sync(path: Path):
-    """Have a file, or a folder's list of files, on the disk before anything that relies on it, where the file system can."""
+    """Have a file, or a folder's list of files, on the disk before anything that relies on it, if that is possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -276,14 +279,14 @@ def sync(path: Path):
 
 
 def lock(folder: Path):
-    """A run folder's lock, to be closed. It is held as long as the file is open, so a killed process leaves none behind.
+    """A run folder's lock: held until this file is closed, so a killed process leaves none behind.
 
     Raises UserError if another process has it.
     """
     file = open(folder / "lock", "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock"))                       # not just renamed away
+        free = os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock"))       # not just renamed away
     except (BlockingIOError, FileNotFoundError):
         free = False
     except OSError:                                                      # a file system without locks
@@ -307,7 +310,7 @@ def interrupted(final: Path) -> dict:
     if not (partial / "config.json").exists():
         if (final / "config.json").exists():
             tidy(final)                                                  # if a kill came within its last moments
-            raise UserError(f"{final} is finished, there is nothing to resume; give another --out, or --overwrite in place of --resume")
+            raise UserError(f"{final} is finished, there is nothing to resume; give another --out, or --overwrite instead")
         raise UserError(f"there is no interrupted run {partial}; start it without --resume")
     return read_json(partial / "config.json")
 
@@ -330,13 +333,16 @@ def claim(name: str, resume: bool, overwrite: bool, start: str = "", kind: str =
     if resume:
         overwrite = overwrite or interrupted(final).get("options", {}).get("overwrite", False)
     elif (partial / "config.json").exists():
-        done = [*partial.glob("states/*"), *partial.glob("checkpoint"), *(file for file in partial.glob("*.jsonl") if file.stat().st_size)]
-        require(overwrite or not done, f"{partial} is a run that was stopped: go on with --resume, give another {flag}, or begin anew with --overwrite")
+        done = any(path.is_dir() or path.stat().st_size for name in ("states/*", "checkpoint", "*.jsonl") for path in partial.glob(name))
+        require(overwrite or not done, f"{partial} is a run that was stopped: go on with --resume, give another {flag}, "
+                "or begin anew with --overwrite")
         require(not done or kind in read_json(partial / "config.json"), f"{partial} is a run of another kind: give another {flag}")
-    require(partial.absolute() not in Path(os.path.realpath(start), "x").parents, f"the run cannot start from {start} and be written there: give another {flag}")
+    require(partial.absolute() not in Path(os.path.realpath(start), "x").parents,
+            f"the run cannot start from {start} and be written there: give another {flag}")
     if final.is_file() or final.is_dir() and any(final.iterdir()):
         config = final / "config.json"
-        require(config.is_file() and kind in read_json(config), f"{final} exists and is not a run that could be replaced: give another {flag}")
+        require(config.is_file() and kind in read_json(config),
+                f"{final} exists and is not a run that could be replaced: give another {flag}")
         require(overwrite, f"{final} is a finished run: give another {flag}, or replace it with --overwrite")
     check_file(partial / "config.json")
     return final
@@ -346,10 +352,12 @@ def same_run(old: dict, new: dict):
     """UserError if a run with config `new` would not go on with the run of config `old`, but be another one. Earlier code is noted in `new`."""
     before, now = ({"stage": config.get("stage"), **config.get("options", {})} for config in (old, new))
     changed = [f"--{key} was {before[key]} and is {now[key]} now" for key in before if key in now and key not in FREE and before[key] != now[key]]
-    require(not changed, f"--resume goes on with the same options only: {'; '.join(changed)}. Give the old values, or begin anew with --overwrite")
+    require(not changed, f"--resume goes on with the same options only: {'; '.join(changed)}. "
+            "Give the old values, or begin anew with --overwrite")
     was, are = old.get("hashes", {}), new.get("hashes", {})
     for key, what in (("policy", "the weights of the starting policy"), ("data", "the tasks"), ("prompt", "the prompt of the first task")):
-        require(was.get(key) == are.get(key), f"--resume: {what} changed since the run began; bring back what was there, or begin anew with --overwrite")
+        require(was.get(key) == are.get(key), f"--resume: {what} changed since the run began; "
+                "bring back what was there, or begin anew with --overwrite")
     earlier = old.get("earlier_code", [])
     if was.get("code") != are.get("code"):
         print(f"the program's files changed since the run began (code {was.get('code')}, now {are.get('code')}); going on with the new ones")
@@ -366,7 +374,8 @@ class Run:
     """
 
     def __init__(self, name: str, config: dict, resume: bool = False, overwrite: bool = False, command=()):
-        self.final, self.resumed = claim(name, resume, overwrite, kind="recipe" if "recipe" in config else "options"), resume
+        kind = "recipe" if "recipe" in config else "options"
+        self.final, self.resumed = claim(name, resume, overwrite, kind=kind), resume
         self.folder, self.replaces = Path(f"{self.final}.partial"), self.final.exists()
         self.how = "go on with: " + shlex.join([*(word for word in command if word != "--resume"), "--resume"])
         if resume:
@@ -419,8 +428,8 @@ class Run:
             if path.exists():                                            # a dangling link is an editor's lock
                 sync(path)
         if self.final.exists():
-            require(self.replaces, f"{self.final} has appeared while the run went on; the complete run is in {self.folder}: rename it")
-            os.replace(self.final, self.folder / "replaced")             # a name of its own beside it could be another run's
+            require(self.replaces, f"{self.final} has appeared while the run went on; the complete run is in {self.folder}")
+            os.replace(self.final, self.folder / "replaced")             # beside it any name could be a run's
         os.replace(self.folder, self.final)
         sync(self.final.absolute().parent)
         tidy(self.final)

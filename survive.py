@@ -60,7 +60,8 @@ def tiny_run(folder: str):
     examples = sft.stage1_data(sft.Options(demos=40), tokens.Renderer(tokenizer), tasks[:8], None)
     sft.fit(model, examples, 1e-2, 30, 8, 3, 0.0, 1.0, 4096, 0, "tiny policy")
     save_policy(model, tokenizer, Path(folder) / "checkpoint")
-    (Path(folder) / "config.json").write_text(json.dumps({"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}), encoding="utf-8")
+    config = {"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}
+    (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def start(function, log: Path) -> int:

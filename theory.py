@@ -26,8 +26,8 @@ import model as policy
 import rcgrpo
 from evaluate import TaskOptions, load_tasks
 from reward import trajectory_reward
-from run import (UserError, check_file, checkpoint_of, config_of, make_options, option, program, read_flags, read_json, read_jsonl, require,
-                 require_package, run_of)
+from run import (UserError, check_file, checkpoint_of, config_of, make_options, option, program, read_flags, read_json,
+                 read_jsonl, require, require_package, run_of)
 from sampler import Sampler
 from sft import demonstrate
 from tokens import HIGH, LOW
@@ -757,7 +757,8 @@ def main(argv=None):
     failed, file = sum(not row.holds for row in rows), Path(o.out).with_suffix(".json")
     try:
         figure(o, curves, run)
-        file.write_text(json.dumps({"options": asdict(o), "lines": len(rows), "failed": failed, "rows": [row.plain() for row in rows]}, indent=1), encoding="utf-8")
+        everything = {"options": asdict(o), "lines": len(rows), "failed": failed, "rows": [row.plain() for row in rows]}
+        file.write_text(json.dumps(everything, indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}; choose another --out")
     print(f"{len(rows)} lines, {failed} failed; wrote {o.out} and {file}")
