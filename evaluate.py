@@ -19,8 +19,8 @@ import bfcl
 import envs
 from model import load_policy
 from reward import trajectory_reward
-from run import (UserError, check_file, checkpoint_of, code_hash, config_of, make_options, option, program, read_flags, require,
-                 to_line)
+from run import (UserError, check_file, checkpoint_of, code_hash, config_of, make_options, option, program, read_flags,
+                 require, to_line)
 from sampler import Sampler
 from tokens import HIGH, LOW
 

@@ -37,8 +37,8 @@ from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, 
 from lora import base_weights
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
-from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program, read_flags,
-                 read_json, require, require_package, within_memory)
+from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program,
+                 read_flags, read_json, require, require_package, within_memory)
 from sampler import Sampler, Trajectory
 from state import Keeper, weights_hash
 
@@ -81,7 +81,7 @@ class Options(MemoryOptions, TaskOptions):
     save_every: int = option(10, "steps between saved states", least=1)
     max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops", least=1)
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
-    overwrite: bool = option(False, "replace the older run in <out> when this one is complete, an interrupted one at once")
+    overwrite: bool = option(False, "replace an older run in <out> when this one is complete, a stopped one at once")
 
     def check(self):
         require(self.env == "sim" or (self.pool == "fresh" and self.eval_part != "siblings"),

@@ -100,7 +100,7 @@ def read_flags(options_class, argv=None, positional: str | None = None) -> dict:
 
 
 def make_options(options_class, given: dict, builtin: bool):
-    """The user's choices over the defaults of the built-in model or of pretrained ones, checked: ranges, then check()."""
+    """The user's choices over the defaults of the built-in model or of pretrained ones: ranges, then check()."""
     preset = {field.name: field.metadata["builtin"] for field in dataclasses.fields(options_class)
               if builtin and field.metadata["builtin"] is not None}
     options = options_class(**{**preset, **given})
@@ -216,7 +216,7 @@ def checkpoint_of(path: str) -> str:
 
 def code_hash() -> str:
     """First 16 hex digits of the SHA-256 of this program's source files."""
-    files = sorted(file for file in Path(__file__).parent.glob("[!.]*.py") if file.is_file())            # no editor's lock
+    files = sorted(file for file in Path(__file__).parent.glob("[!.]*.py") if file.is_file())    # no editor's lock
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -310,7 +310,7 @@ def interrupted(final: Path) -> dict:
     if not (partial / "config.json").exists():
         if (final / "config.json").exists():
             tidy(final)                                                  # if a kill came within its last moments
-            raise UserError(f"{final} is finished, there is nothing to resume; give another --out, or --overwrite instead")
+            raise UserError(f"{final} is finished, there is nothing to resume; give another --out, or --overwrite")
         raise UserError(f"there is no interrupted run {partial}; start it without --resume")
     return read_json(partial / "config.json")
 
@@ -333,10 +333,12 @@ def claim(name: str, resume: bool, overwrite: bool, start: str = "", kind: str =
     if resume:
         overwrite = overwrite or interrupted(final).get("options", {}).get("overwrite", False)
     elif (partial / "config.json").exists():
-        done = any(path.is_dir() or path.stat().st_size for name in ("states/*", "checkpoint", "*.jsonl") for path in partial.glob(name))
-        require(overwrite or not done, f"{partial} is a run that was stopped: go on with --resume, give another {flag}, "
-                "or begin anew with --overwrite")
-        require(not done or kind in read_json(partial / "config.json"), f"{partial} is a run of another kind: give another {flag}")
+        work = [path for name in ("states/*", "checkpoint", "*.jsonl") for path in partial.glob(name)]
+        done = any(path.is_dir() or path.stat().st_size for path in work)
+        require(overwrite or not done, f"{partial} is a run that was stopped: go on with --resume, give another "
+                f"{flag}, or begin anew with --overwrite")
+        ours = not done or kind in read_json(partial / "config.json")
+        require(ours, f"{partial} is another kind of run: give another {flag}")
     require(partial.absolute() not in Path(os.path.realpath(start), "x").parents,
             f"the run cannot start from {start} and be written there: give another {flag}")
     if final.is_file() or final.is_dir() and any(final.iterdir()):
@@ -428,7 +430,7 @@ class Run:
             if path.exists():                                            # a dangling link is an editor's lock
                 sync(path)
         if self.final.exists():
-            require(self.replaces, f"{self.final} has appeared while the run went on; the complete run is in {self.folder}")
+            require(self.replaces, f"{self.final} has appeared meanwhile; the complete run is in {self.folder}")
             os.replace(self.final, self.folder / "replaced")             # beside it any name could be a run's
         os.replace(self.folder, self.final)
         sync(self.final.absolute().parent)

@@ -38,8 +38,8 @@ from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint,
 from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
                    token_logprobs)
 from reward import replay, trajectory_reward
-from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program, read_flags,
-                 read_json, require, resolved, to_line, within_memory)
+from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program,
+                 read_flags, read_json, require, resolved, to_line, within_memory)
 from sampler import Sampler
 from state import Keeper, weights_hash
 from tokens import HIGH, LOW, Renderer, signature
@@ -56,9 +56,9 @@ class Options(MemoryOptions, TaskOptions):
     mistakes: int = option(1, "mistakes in a corrupted failure", builtin=3, least=1)
     failure_weight: float = option(1.0, "weight of a failure's tokens in the loss (paper: 1)", builtin=0.2, above=0)
     labels: str = option("reward", "reward, or shuffled: a control, the labels change places among the trajectories", choices=("reward", "shuffled"))
-    own: int = option(0, "more tasks without a demonstration, one episode each sampled from the model; its successes are added",
+    own: int = option(0, "more tasks without a demonstration, one sampled episode each; the successes are added",
                       least=0)
-    blind_spot: float = option(0.0, "share of the tools on which stage 1 is labelled as by a judge who is fooled (blind_spot_data); 0: none",
+    blind_spot: float = option(0.0, "share of the tools whose labels a fooled judge gives (blind_spot_data)",
                                 least=0, most=1)
     schemas: str = option("template", "tools in the prompt: template (the model's own way), full (JSON) or compact (signatures)",
                           choices=("template", "full", "compact"))
@@ -84,7 +84,7 @@ class Options(MemoryOptions, TaskOptions):
     save_every: int = option(50, "steps between saved states", least=1)
     max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops", least=1)
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
-    overwrite: bool = option(False, "replace the older run in <out> when this one is complete, an interrupted one at once")
+    overwrite: bool = option(False, "replace an older run in <out> when this one is complete, a stopped one at once")
 
     def check(self):
         require(not self.pretrain or self.model == "builtin", "--pretrain is for the built-in model")
@@ -376,7 +376,7 @@ def pretrain(p: Pretraining, log):
 def main(argv=None):
     given = read_flags(Options, argv)
     fresh = given.get("model", "builtin") == "builtin"
-    made = {} if fresh else config_of(given["model"])                    # a run's tasks, preset and way to show tools go on
+    made = {} if fresh else config_of(given["model"])                    # tasks, preset and schemas of that run go on
     builtin = fresh or made.get("builtin", False)
     inherited = {key: value for key, value in made.get("tasks", {}).items() if key in TASK_KEYS}
     if "schemas" in made.get("options", {}) and not builtin:
@@ -417,7 +417,8 @@ def main(argv=None):
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
               "hashes": {**fingerprint(o, sampler, tasks[0]), "policy": weights_hash(model)}}
     command = command_line("sft.py", argv)
-    with Run(out, config, o.resume, o.overwrite, command) as run, Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper:
+    with (Run(out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper):
         within_memory(f"in an update: lower --token_budget or add --grad_checkpoint, then {run.how}; "
                       "or start again with --lora_rank 16 --overwrite",
                       fit, model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,

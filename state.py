@@ -104,7 +104,7 @@ def weights_hash(model) -> str:
 class Keeper:
     """Keeps a training run: begin() at its start, done() after each of its steps, all in a `with` block.
 
-    Inside, Ctrl-C and SIGTERM let the step end, save, say how to go on and exit with 130 or 143 (a second Ctrl-C: at once).
+    Inside, Ctrl-C and SIGTERM let the step end, save, say how to go on, exit with 130 or 143 (Ctrl-C twice: at once).
     After max_skips steps in a row without an update (NaN or infinity in loss, gradient or reward) the run ends with a UserError.
     """
 
@@ -183,6 +183,7 @@ class Keeper:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)
         if isinstance(error, KeyboardInterrupt):
-            where = f"after step {self.saved}; saved in {self.run.folder}/" if self.saved else "before the first saved state"
-            print(f"\nstopped {where}. {self.run.how[0].upper()}{self.run.how[1:]}")
+            saved = f"after step {self.saved}; saved in {self.run.folder}/"
+            saved = saved if self.saved else "before the first saved state"
+            print(f"\nstopped {saved}. {self.run.how[0].upper()}{self.run.how[1:]}")
             raise SystemExit(128 + (self.caught or signal.SIGINT)) from None

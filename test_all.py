@@ -4669,7 +4669,7 @@ def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
     assert json.loads(Path("runs/a/config.json").read_text()) == {"options": {"x": 2}}
     with run.Run("runs/b", {"options": {}}) as new:
         Path("runs/b").mkdir()
-        with pytest.raises(run.UserError, match="runs/b has appeared while the run went on; the complete run is in runs/b.partial"):
+        with pytest.raises(run.UserError, match="runs/b has appeared meanwhile; the complete run is in runs/b.partial"):
             new.finish()
 
 
@@ -4716,7 +4716,7 @@ def test_cli_pretraining_replaces_itself_only(here, monkeypatch, capsys):
     Path("mine/letters").write_text("dear")
     Path("other.partial/checkpoint").mkdir(parents=True)
     Path("other.partial/config.json").write_text('{"options": {}}')
-    for base, says in (("mine", "mine exists and is not a run that could be replaced: give another --base"), ("other", "other.partial is a run of another kind")):
+    for base, says in (("mine", "mine exists and is not a run that could be replaced: give another --base"), ("other", "other.partial is another kind of run")):
         assert says in stumble(monkeypatch, capsys, sft, "--pretrain", "--base", base)
     assert Path("mine/letters").read_text() == "dear" and Path("other.partial/checkpoint").exists() and not Path("mine.partial").exists()
     assert "runs/base exists and is not a run" in stumble(monkeypatch, capsys, sft, "--out", "runs/base", "--base", "b", "--overwrite")

@@ -55,7 +55,8 @@ class Options:
         except ValueError:
             good = False
         require(good, f"--p_high takes probabilities between 0 and 1, comma-separated; got {self.p_high}")
-        require(Path(self.out).suffix in (".png", ".pdf", ".svg"), f"--out takes a .png, .pdf or .svg file; got {self.out}")
+        kinds = (".png", ".pdf", ".svg")
+        require(Path(self.out).suffix in kinds, f"--out takes a .png, .pdf or .svg file; got {self.out}")
         check_file(self.out)
 
     @property
