@@ -42,7 +42,8 @@ import rcgrpo
 import sft
 import theory
 from evaluate import GOALS, TaskOptions, load_tasks, rate
-from run import FREE, UserError, make_options, option, program, read_flags, read_json, read_jsonl, require
+from run import (FREE, UserError, check_file, make_options, option, program, read_flags, read_json, read_jsonl, require,
+                 require_package)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the arms
@@ -200,20 +201,19 @@ class Options:
     preset: str = option("main", "which study", choices=tuple(PRESETS))
     quick: bool = option(False, "the preset quick: the four arms in less than 5 minutes on 2 cores")
     folder: str = option("runs/study", "where the run folders go; presets share stage 1 and arms where they are the same")
-    seeds: int = option(0, "seeds; 0: the preset's")
-    first_seed: int = option(0, "the first of them")
+    seeds: int = option(0, "seeds; 0: the preset's", least=0)
+    first_seed: int = option(0, "the first of them", least=0)
     model: str = option("", "another model than the preset's: a hub name, a checkpoint folder or a GGUF file")
     sft_flags: str = option("", 'further flags of every sft.py, for example "--lora_rank 16"')
     rl_flags: str = option("", "further flags of every RL program")
-    jobs: int = option(0, "programs side by side; 0: the preset's")
-    threads: int = option(0, "CPU threads of each; 0: the preset's")
+    jobs: int = option(0, "programs side by side; 0: the preset's", least=0)
+    threads: int = option(0, "CPU threads of each; 0: the preset's", least=0, most=1024)
     smoke: bool = option(False, "one seed of a handful of tasks and one step each: does everything run?")
     plan: bool = option(False, "run nothing, print what would run and for how long")
     table_only: bool = option(False, "run nothing; table, figure and results.json from the run folders")
     merge: str = option("", "add the seeds of other results files, comma-separated")
 
     def check(self):
-        require(min(self.seeds, self.first_seed, self.jobs, self.threads) >= 0, "--seeds, --first_seed, --jobs and --threads must not be negative")
         require(self.model == "" or not self.quick and self.preset.startswith("bfcl"), "--model is for the presets bfcl-135m and bfcl-7b")
         self.preset = "quick" if self.quick else self.preset
 
@@ -413,10 +413,10 @@ def run_all(jobs: list[Job], study: Study, runner):
         print("python", *command, flush=True)
         began, log = time.time(), study.root / f"{job.out.name}.log"
         status = runner(command, log)
-        with open(study.root / "jobs.jsonl", "a") as file:
+        with open(study.root / "jobs.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"out": job.out.name, "seconds": time.time() - began, "status": status}) + "\n")
         if status or not job.finished:
-            said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
             raise UserError(f"python {' '.join(command)} failed, see {log}: {said[-1] if said else f'exit status {status}'}")
 
     with ThreadPoolExecutor(study.jobs) as pool:
@@ -746,6 +746,9 @@ def main(argv=None):
         print(plan(study))
         return
     file, name = study.root / "results.json", o.preset + ("-smoke" if o.smoke else "")
+    check_file(file)
+    require_package("matplotlib", "the figures")
+    others = [read_json(Path(path)) for path in o.merge.split(",") if path]
     if not o.table_only:
         print(plan(study), flush=True)
         found = study.run(run_program)
@@ -755,14 +758,14 @@ def main(argv=None):
         study.rates.update(old.get("rates", {}))                         # where the runs that chose them are not here
         found = {key: values or old.get("chosen_by", {}).get(key, {}) for key, values in study.choose(study.tuning(study.tuned())).items()}
     result = collect(study, found)
-    for other in [results, *(read_json(Path(path)) for path in o.merge.split(",") if path)]:
+    for other in [results, *others]:
         result = add_up(result, other.get(name))
     require(any(arm["seeds"] for arm in result["arms"].values()), f"there are no runs of {name} in {study.root}; start without --table_only")
     result["contrasts"] = {title: list(pair) for title, pair in study.preset.contrasts.items()}
     result["numbers"] = analyse(result)
     study.root.mkdir(parents=True, exist_ok=True)
     results[name] = result
-    file.write_text(json.dumps(results, separators=(",", ":")))
+    file.write_text(json.dumps(results, separators=(",", ":")), encoding="utf-8")
     figures(result, study.root / f"study-{name}.png")
     print(f"\n{name}: {result['about']}\n\n{table(result)}")
     for key, values in found.items():

@@ -50,7 +50,8 @@ import grpo
 from evaluate import TASK_KEYS, TaskOptions, load_tasks
 from model import Optimizer, add_reward_tokens, builtin_policy, load_policy, reference_policy, save_policy
 from rcgrpo import draw_tokens
-from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require
+from run import (UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require,
+                 require_package)
 from sampler import Sampler, Trajectory
 from tokens import FRAME, parse_calls
 
@@ -72,24 +73,19 @@ TARGETS = (  # model, section, start of the setting, measure, column, what is wa
 @dataclass
 class Options(TaskOptions):
     checkpoint: str = option("runs/rctp", "CPU: the policy, a run or checkpoint folder")
-    shapes: str = option("0.5B,7B,1.5B", "GPU: shapes of Qwen2.5, comma-separated, in this order")
-    sections: str = option("decode,rollouts,prefix,trl,growth,update", "what to measure, comma-separated")
+    shapes: str = option("0.5B,7B,1.5B", "GPU: shapes of Qwen2.5, comma-separated, in this order", some=True)
+    sections: str = option("decode,rollouts,prefix,trl,growth,update", "what to measure, comma-separated", some=True)
     out: str = option("runs/bench", "folder of the results")
     quick: bool = option(False, "fewer points, 2 repeats, 4 minutes at most")
-    minutes: float = option(25.0, "start no measurement after this time")
+    minutes: float = option(25.0, "start no measurement after this time", above=0)
     plan: bool = option(False, "print the limits of an H200 on paper and end")
-    tasks: int = option(4, "tasks in a step", builtin=32)
-    group: int = option(8, "rollouts of a task")
-    rows: int = option(32, "episodes side by side, on both sides", builtin=256)
-    new: int = option(48, "new tokens of an episode in trl, and in update on a CPU")
-    repeats: int = option(3, "pairs of measurements", builtin=5)
+    tasks: int = option(4, "tasks in a step", builtin=32, least=1)
+    group: int = option(8, "rollouts of a task", least=2)
+    rows: int = option(32, "episodes side by side, on both sides", builtin=256, least=1)
+    new: int = option(48, "new tokens of an episode in trl, and in update on a CPU", least=1)
+    repeats: int = option(3, "pairs of measurements", builtin=5, least=1)
 
     def check(self):
-        self.check_tasks()
-        require(set(self.sections.split(",")) <= set(SECTIONS), f"--sections knows {', '.join(SECTIONS)}; got {self.sections}")
-        require(set(self.shapes.split(",")) <= set(SHAPES), f"--shapes knows {', '.join(SHAPES)}; got {self.shapes}")
-        require(min(self.tasks, self.rows, self.new, self.repeats) >= 1 and self.group >= 2 and self.minutes > 0,
-                "--tasks, --rows, --new and --repeats must be at least 1, --group at least 2, --minutes positive")
         if self.quick:
             self.minutes, self.repeats = min(self.minutes, 4.0), min(self.repeats, 2)
 
@@ -262,13 +258,14 @@ class Report:
     def write(self):
         """bench.md, bench.json and bench.png, as far as it has come."""
         folder = Path(self.o.out)
-        (folder / "bench.json").write_text(json.dumps({"machine": self.machine, "options": asdict(self.o), "notes": self.notes, "rows": self.rows}, indent=1))
+        everything = {"machine": self.machine, "options": asdict(self.o), "notes": self.notes, "rows": self.rows}
+        (folder / "bench.json").write_text(json.dumps(everything, indent=1), encoding="utf-8")
         (folder / "bench.md").write_text("\n".join([
             "# Speed", "", ", ".join(f"{key} {value}" for key, value in self.machine.items()) + ".", "",
             "What is compared, and how, stands at the top of bench.py. Medians; in brackets the smallest and the largest.", "",
             *markdown(["section", "model", "setting", "measure", "ours", "peer", "times better"], map(cells, self.rows)), "",
             *markdown(["target", "measured", "wanted", "met"], self.targets()), "", *[f"- {note}" for note in self.notes], "",
-            "![time of a decode step](bench.png)", ""]))
+            "![time of a decode step](bench.png)", ""]), encoding="utf-8")
         figure(self.rows, folder / "bench.png")
 
 
@@ -606,7 +603,7 @@ def subjects(o: Options, names: list[str], device):
             model, tokenizer = shape(name, device), builtin_policy(words, width=32, layers=1)[1]
             add_reward_tokens(model, tokenizer)
         else:
-            model, tokenizer = load_policy(checkpoint_of(o.checkpoint, "python sft.py"), device)
+            model, tokenizer = load_policy(checkpoint_of(o.checkpoint), device)
         yield Subject(name, model, tokenizer)
 
 
@@ -614,9 +611,11 @@ def main(argv=None):
     given = read_flags(Options, argv)
     if given.get("plan"):
         return print(plan())
-    device = TaskOptions(**{key: given[key] for key in ("device", "threads") if key in given}).torch_device()
+    require_package("matplotlib", "the figure")
+    where = {key: given[key] for key in ("device", "threads") if key in given}
+    device = make_options(TaskOptions, where, False).torch_device()
     gpu, source = device.type == "cuda", given.get("checkpoint", "runs/rctp")
-    config = {} if gpu else config_of(checkpoint_of(source, "python sft.py") and source)
+    config = {} if gpu else config_of(checkpoint_of(source) and source)
     tasks = {key: value for key, value in config.get("tasks", {}).items() if key in TASK_KEYS}
     o = make_options(Options, {**tasks, **given}, not gpu)
     names = o.shapes.split(",") if gpu else ["built-in" if config.get("builtin") else o.checkpoint]

@@ -8,7 +8,6 @@ what the others do; here all three are measured on the same tasks. For --env bfc
 is stricter about turns and looser about calls, stands beside ours.
 """
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ import bfcl
 import envs
 from model import load_policy
 from reward import trajectory_reward
-from run import UserError, checkpoint_of, code_hash, config_of, make_options, option, program, read_flags, require
+from run import (UserError, check_file, checkpoint_of, code_hash, config_of, make_options, option, program, read_flags,
+                 require, to_line)
 from sampler import Sampler
 from tokens import HIGH, LOW
 
@@ -34,20 +34,14 @@ class TaskOptions:
     """Which tasks: shared by all programs, and written down in a run's config.json for the next stage."""
     env: str = option("sim", "tasks: sim (envs.py, no download) or bfcl (the real benchmark, bfcl.py)", choices=("sim", "bfcl"))
     split: str = option("scenario", "bfcl: scenario (leak-free) or random (the paper's, leaks)", choices=("scenario", "random"))
-    categories: str = option(",".join(CATEGORIES), "task categories, comma-separated")
-    turns: int = option(2, "sim: user turns of a base task, at most")
-    calls: int = option(1, "sim: golden calls of a turn, at most")
-    tools: int = option(6, "sim: tools offered, distractors included")
-    clutter: int = option(3, "sim: entries of clutter around a result in long_context")
-    seed: int = option(0, "seed of tasks, their order, reward tokens and sampling")
+    categories: str = option(",".join(CATEGORIES), "task categories, comma-separated", some=True)
+    turns: int = option(2, "sim: user turns of a base task, at most", least=1)
+    calls: int = option(1, "sim: golden calls of a turn, at most", least=1)
+    tools: int = option(6, "sim: tools offered, distractors included", least=1)
+    clutter: int = option(3, "sim: entries of clutter around a result in long_context", least=0)
+    seed: int = option(0, "seed of tasks, their order, reward tokens and sampling", least=0)
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    threads: int = option(0, "CPU threads; 0 leaves torch's choice")
-
-    def check_tasks(self):
-        names = self.categories.split(",")
-        require(set(names) <= set(CATEGORIES), f"--categories knows {', '.join(CATEGORIES)}; got {self.categories}")
-        require(self.turns >= 1 and self.calls >= 1, "--turns and --calls must be at least 1")
-        require(self.seed >= 0, "--seed must not be negative")
+    threads: int = option(0, "CPU threads; 0 leaves torch's choice", least=0, most=1024)
 
     def torch_device(self) -> torch.device:
         if self.threads:
@@ -186,46 +180,43 @@ def transcript(row: dict) -> str:
 class Options(TaskOptions):
     checkpoint: str = option("runs/rcgrpo", "run folder, checkpoint folder, GGUF file or hub name")
     part: str = option("test", "part of the split", choices=("train", "validation", "test"))
-    n: int = option(400, "tasks; 0: all that the part has (bfcl)")
-    tokens: str = option("high,none,low", "reward tokens to condition on, comma-separated")
-    temperature: float = option(1.0, "sampling temperature; 0 is greedy")
-    top_p: float = option(1.0, "nucleus sampling (evaluation only)")
-    top_k: int = option(0, "top-k sampling (evaluation only); 0 is off")
-    rows: int = option(16, "episodes side by side", builtin=256)
-    max_message: int = option(512, "tokens of one assistant message, at most", builtin=64)
-    max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16)
-    show: int = option(0, "print this many whole episodes")
+    n: int = option(400, "tasks; 0: all that the part has (bfcl)", least=0)
+    tokens: str = option("high,none,low", "reward tokens to condition on, comma-separated", some=True)
+    temperature: float = option(1.0, "sampling temperature; 0 is greedy", least=0)
+    top_p: float = option(1.0, "nucleus sampling (evaluation only)", above=0, most=1)
+    top_k: int = option(0, "top-k sampling (evaluation only); 0 is off", least=0)
+    rows: int = option(16, "episodes side by side", builtin=256, least=1)
+    max_message: int = option(512, "tokens of one assistant message, at most", builtin=64, least=1)
+    max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16, least=1)
+    show: int = option(0, "print this many whole episodes", least=0)
     out: str = option("", "write all episodes to this JSONL file")
 
     def check(self):
-        self.check_tasks()
-        require(set(self.tokens.split(",")) <= set(GOALS), f"--tokens knows {', '.join(GOALS)}; got {self.tokens}")
         require(self.n >= 1 or (self.env == "bfcl" and self.n == 0), "--n must be at least 1 (0, all, for bfcl)")
-        require(self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0,
-                "--temperature must not be negative, --top_p in (0, 1], --top_k not negative")
-        require(min(self.rows, self.max_message, self.max_messages) >= 1, "--rows, --max_message and --max_messages must be at least 1")
         require(not self.out or Path(self.out).absolute().parent.is_dir(), f"--out: there is no folder {Path(self.out).parent}")
+        if self.out:
+            check_file(self.out)
 
 
 def main(argv=None):
     given = read_flags(Options, argv, positional="checkpoint")
-    path = checkpoint_of(given["checkpoint"], "python sft.py")
-    config = config_of(given["checkpoint"])
+    source = given.get("checkpoint", Options.checkpoint)
+    path, config = checkpoint_of(source), config_of(source)
     inherited = {key: value for key, value in config.get("tasks", {}).items() if key in TASK_KEYS}
     o = make_options(Options, {**inherited, **given}, config.get("builtin", False))
     model, tokenizer = load_policy(path, o.torch_device())
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     tasks = load_tasks(o, o.part, o.n, seed=10_000 + o.seed)
     rows = play(sampler, tasks, o.tokens.split(","), o.temperature, o.top_p, o.top_k, o.seed)
+    if o.out:                                                            # first, whatever happens to what is printed
+        Path(o.out).write_text("".join(to_line(record(row)) for row in rows), encoding="utf-8")
+        print(f"wrote {o.out}")
     print(f"{o.checkpoint}: {len(tasks)} {o.part} tasks of {o.env}, " + ("greedy" if o.temperature == 0 else f"temperature {o.temperature:g}"))
     print(table(rows))
     if "official" in rows[0]:
         print(table(rows, "official"))
     for row in rows[:o.show]:
         print(transcript(row))
-    if o.out:
-        Path(o.out).write_text("".join(json.dumps(record(row)) + "\n" for row in rows))
-        print(f"wrote {o.out}")
 
 
 if __name__ == "__main__":

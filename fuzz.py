@@ -58,15 +58,14 @@ ALLOWED = {"read": {"builtins.id", "compile"},              # compile: only as a
 
 @dataclass
 class Options:
-    outputs: int = option(200_000, "model outputs tried on each environment")
-    conversations: int = option(4_000, "hostile conversations rendered with each tokenizer")
-    seed: int = option(0, "seed of everything")
+    outputs: int = option(200_000, "model outputs tried on each environment", least=0)
+    conversations: int = option(4_000, "hostile conversations rendered with each tokenizer", least=0)
+    seed: int = option(0, "seed of everything", least=0)
     env: str = option("both", "where", choices=("both", "sim", "bfcl"))
-    only: int | None = option(None, "show the dialogue of this output, and try no other")
+    only: int | None = option(None, "show the dialogue of this output, and try no other", least=0)
 
     def check(self):
-        require(self.outputs >= 0 and self.conversations >= 0, "--outputs and --conversations must not be negative")
-        require(self.only is None or self.only >= 0 and self.env != "both", "--only needs the number of an output, and --env sim or bfcl")
+        require(self.only is None or self.env != "both", "--only needs the number of an output, and --env sim or bfcl")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

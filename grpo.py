@@ -37,7 +37,8 @@ from evaluate import GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, 
 from lora import base_weights
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy, token_logprobs
 from reward import trajectory_reward
-from run import Run, UserError, checkpoint_of, config_of, make_options, option, program, read_flags, read_json, require, within_memory
+from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program,
+                 read_flags, read_json, require, require_package, within_memory)
 from sampler import Sampler, Trajectory
 from state import Keeper, weights_hash
 
@@ -51,46 +52,40 @@ class Options(MemoryOptions, TaskOptions):
     """The paper's values (second-hand, sources disagree: G 4 or 5, beta 0.05 or 0.1, lr 1e-5 or 1e-6) for pretrained models."""
     init: str = option("runs/sft", "where to start: run folder, checkpoint folder or hub name; it is the frozen reference too")
     out: str = option("runs/grpo", "run folder")
-    steps: int = option(100, "training steps", builtin=40)
-    tasks: int = option(8, "tasks in a step (P)", builtin=32)
-    group: int = option(4, "rollouts of a task (G)", builtin=8)
-    lr: float = option(1e-6, "learning rate", builtin=5e-4)
-    warmup: int = option(10, "steps of linear warm-up; the rate is constant afterwards")
-    beta: float = option(0.05, "weight of the KL to the reference policy", builtin=0.02)
-    clip: float = option(0.2, "clip range of the ratio, symmetric")
+    steps: int = option(100, "training steps", builtin=40, least=1)
+    tasks: int = option(8, "tasks in a step (P)", builtin=32, least=1)
+    group: int = option(4, "rollouts of a task (G); one alone has no variance and teaches nothing", builtin=8, least=2)
+    lr: float = option(1e-6, "learning rate", builtin=5e-4, above=0)
+    warmup: int = option(10, "steps of linear warm-up; the rate is constant afterwards", least=0)
+    beta: float = option(0.05, "weight of the KL to the reference policy", builtin=0.02, least=0)
+    clip: float = option(0.2, "clip range of the ratio, symmetric", above=0)
     goal: str = option("auto", "grpo.py: token of all rollouts; auto: high after RCTP-FT, none after SFT", choices=("auto", *GOALS))
     pool: str = option("fresh", "sim: tasks to train on, fresh ones or the demonstrated ones of stage 1", choices=("fresh", "stage1"))
-    updates: int = option(1, "updates on the same rollouts")
+    updates: int = option(1, "updates on the same rollouts", least=1)
     norm: str = option("sequence", "loss normaliser over the whole step: sequence (1/N sum_j 1/len_j) or token (1/tokens)",
                        choices=("sequence", "token"))
-    eps_stab: float = option(1e-4, "eps_stab of the advantages")
-    temperature: float = option(1.0, "sampling temperature, the same in sampler and trainer")
+    eps_stab: float = option(1e-4, "eps_stab of the advantages", least=0)
+    temperature: float = option(1.0, "sampling temperature, the same in sampler and trainer", above=0)
     skip_flat: bool = option(False, "leave rollouts with zero advantage out of the update (saves time; drops their KL term)", builtin=True)
-    weight_decay: float = option(0.0, "AdamW's weight decay")
-    beta2: float = option(0.99, "AdamW's second beta")
-    clip_norm: float = option(1.0, "gradient norm, at most")
-    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one rollout)", builtin=4096)
-    rows: int = option(16, "episodes side by side in the sampler", builtin=256)
-    max_message: int = option(512, "tokens of one assistant message, at most", builtin=64)
-    max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16)
-    eval_tasks: int = option(40, "held-out tasks, before and after; 0: none", builtin=300)
+    weight_decay: float = option(0.0, "AdamW's weight decay", least=0)
+    beta2: float = option(0.99, "AdamW's second beta", least=0, below=1)
+    clip_norm: float = option(1.0, "gradient norm, at most", above=0)
+    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one rollout)",
+                               builtin=4096, least=1)
+    rows: int = option(16, "episodes side by side in the sampler", builtin=256, least=1)
+    max_message: int = option(512, "tokens of one assistant message, at most", builtin=64, least=1)
+    max_messages: int = option(40, "assistant messages of one episode, at most", builtin=16, least=1)
+    eval_tasks: int = option(40, "held-out tasks, before and after; 0: none", builtin=300, least=0)
     eval_part: str = option("test", "what before and after are measured on: a part of the split, or siblings (sim: other variants of stage 1's scenarios)",
                            choices=("validation", "test", "siblings"))
-    save_every: int = option(10, "steps between saved states")
-    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops")
+    save_every: int = option(10, "steps between saved states", least=1)
+    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops", least=1)
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
+    overwrite: bool = option(False, "replace an older run in <out> when this one is complete, a stopped one at once")
 
     def check(self):
-        self.check_tasks()
-        self.check_memory()
-        require(self.group >= 2, f"--group must be at least 2: a group of {self.group} has no variance and teaches nothing")
-        require(self.steps >= 1 and self.tasks >= 1 and self.updates >= 1, "--steps, --tasks and --updates must be at least 1")
         require(self.env == "sim" or (self.pool == "fresh" and self.eval_part != "siblings"),
                 "--pool and --eval_part siblings are the simulator's; bfcl always trains on its pool, and --split random tests on siblings")
-        require(self.lr > 0 and self.beta >= 0 and 0 < self.clip and self.eps_stab >= 0, "--lr and --clip must be positive, --beta and --eps_stab not negative")
-        require(self.temperature > 0, "--temperature must be positive in training (greedy rollouts are all alike)")
-        require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every, self.max_skips) >= 1,
-                "--rows, --max_message, --max_messages, --token_budget, --save_every and --max_skips must be at least 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,16 +304,18 @@ def figure(rows: list[dict], path: Path):
     plt.close(fig)
 
 
-def train(o: Options, condition, goals: tuple[str, ...], command: str, revise=None):
+def train(o: Options, condition, goals: tuple[str, ...], command: list[str], revise=None):
     """Train o.init with GRPO into o.out.
 
     condition(groups, group_size, seed) -> for each of P tasks a list of G tokens for the prompts (None: no token).
-    goals: names of the prompts under which success is measured before and after. command: this program, for messages.
+    goals: names of the prompts under which success is measured before and after. command: its words (run.command_line).
     revise(model, rollouts, labels, advantages, weights), one entry each for N rollouts -> rows, advantages and weights to learn from (update).
     """
-    began = time.time()
+    began, program_name, made = time.time(), Path(command[1]).name, config_of(o.init)
+    claim(o.out, o.resume, o.overwrite, o.init)                          # before anything that takes long
+    require_package("matplotlib", "figure.png of a run")
     device = o.torch_device()
-    source = checkpoint_of(o.init, "python sft.py" + (" --plain" if "sft" in o.init else ""))
+    source = checkpoint_of(o.init)
     model, tokenizer = load_policy(source, device)
     o.prepare(model, o.seed)
     reference = reference_policy(model) if o.beta > 0 else None
@@ -330,12 +327,13 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str, revise=No
     first = pool or pick_tasks(o, None, 0)
     held_out = ([] if not o.eval_tasks else stage1_tasks(o, o.eval_tasks, shift=1) if o.eval_part == "siblings"
                 else load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed))
-    config = {"stage": command.split()[1], "builtin": config_of(o.init).get("builtin", False), "condition": config_of(o.init).get("condition"),
+    config = {"stage": program_name, "builtin": made.get("builtin", False), "condition": made.get("condition"),
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
               "hashes": {**fingerprint(o, sampler, first[0]), "policy": weights_hash(model)}}
     check_prompts(sampler, held_out + first)                                             # fails before anything is written
     optimizer = Optimizer(model, o.lr, betas=(0.9, o.beta2), weight_decay=o.weight_decay)
-    with Run(o.out, config, o.resume, command) as run, Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper:
+    with (Run(o.out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper):
         start = keeper.begin(optimizer)
         require(start <= o.steps, f"--steps {o.steps}: {start} are done already")
         resume = f"then {run.how}; what is done is in {run.folder}/"
@@ -345,7 +343,7 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str, revise=No
                 before = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success before")
             run.write("before.json", json.dumps([outcome(row) for row in before]))
 
-        with tqdm(range(start, o.steps), desc=command.split()[1], unit="step", initial=start, total=o.steps) as bar:
+        with tqdm(range(start, o.steps), desc=program_name, unit="step", initial=start, total=o.steps) as bar:
             for step in bar:
                 clock = time.time()
                 tasks = pick_tasks(o, pool, step)
@@ -384,7 +382,8 @@ def train(o: Options, condition, goals: tuple[str, ...], command: str, revise=No
             after = within_memory(in_rollout, play, sampler, held_out, goals, seed=o.seed, title="success after") if held_out else []
         report(o, run, metrics, after, len(held_out))
         run.finish()
-    print(f"{time.time() - began:.0f} s; wrote {o.out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
+    print(f"{time.time() - began:.0f} s; wrote {run.final}/ "
+          "(checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
 
 
 def report(o: Options, run: Run, metrics: list[dict], after: list[dict], n: int):
@@ -413,7 +412,8 @@ def inherit(options_class, argv, default_init: str):
 def main(argv=None):
     o, config = inherit(Options, argv, "runs/sft")
     goal = GOALS[(config.get("condition") or "none") if o.goal == "auto" else o.goal]    # RCTP-FT runs: the high token throughout
-    train(o, lambda groups, group_size, seed: [[goal] * group_size for _ in range(groups)], tuple(GOALS), "python grpo.py")
+    train(o, lambda groups, group_size, seed: [[goal] * group_size for _ in range(groups)], tuple(GOALS),
+          command_line("grpo.py", argv))
 
 
 if __name__ == "__main__":

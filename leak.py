@@ -20,16 +20,13 @@ from bfcl import answer
 from envs import CATEGORIES, Task
 from evaluate import wilson
 from reward import trajectory_reward
-from run import UserError, make_options, option, program, read_flags, require
+from run import UserError, check_file, make_options, option, program, read_flags
 
 
 @dataclass
 class Options:
-    seeds: int = option(5, "seeds of each split")
+    seeds: int = option(5, "seeds of each split", least=1)
     out: str = option("runs/leak.json", "where the numbers go")
-
-    def check(self):
-        require(self.seeds >= 1, "--seeds must be at least 1")
 
 
 def words(task: Task) -> set[str]:
@@ -67,6 +64,7 @@ def repeat(task: Task, remembered: Task) -> bfcl.Episode:
 
 def main(argv=None):
     o, rows = make_options(Options, read_flags(Options, argv), False), []
+    check_file(o.out)
     for split in ("random", "scenario"):
         for seed in range(o.seeds):
             try:
@@ -93,7 +91,8 @@ def main(argv=None):
             numbers.setdefault(split, {})[category] = {"tasks": len(chosen), **cells}
             print(f"{split:10}{category:14}{len(chosen):6}" + "".join(f"{mean:10.1f} [{low:4.1f}, {high:5.1f}]" for mean, low, high in cells.values()))
     Path(o.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(o.out).write_text(json.dumps({"command": "python leak.py", "data": bfcl.data_hash(), "seeds": o.seeds, "numbers": numbers}, indent=1))
+    everything = {"command": "python leak.py", "data": bfcl.data_hash(), "seeds": o.seeds, "numbers": numbers}
+    Path(o.out).write_text(json.dumps(everything, indent=1), encoding="utf-8")
     print(f"wrote {o.out}")
 
 

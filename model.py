@@ -37,7 +37,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, Cache,
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lora import add_adapters, merged_state
-from run import UserError, option, require
+from run import UserError, option, require, require_package
 from tokens import HIGH, LOW
 
 HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
@@ -143,6 +143,8 @@ def _loading_rules(name: str) -> dict:
     rules = {"trust_remote_code": False}                                 # else transformers asks on the terminal
     folder = Path(name)
     if name.endswith(".gguf"):
+        for package in ("gguf", "accelerate"):
+            require_package(package, "reading a GGUF file", "gguf accelerate")
         return rules | {"gguf_file": folder.name}
     if folder.is_dir():
         pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))]
@@ -202,13 +204,10 @@ def save_policy(model, tokenizer, folder: str | Path):
 @dataclass
 class MemoryOptions:
     """What is trained and what is kept in memory: shared by the programs that train."""
-    lora_rank: int = option(0, "rank of LoRA adapters beside frozen weights; 0: train all weights")
-    lora_alpha: float = option(32.0, "weight of the adapters: W x + alpha / rank * B A x")
+    lora_rank: int = option(0, "rank of LoRA adapters beside frozen weights; 0: train all weights", least=0)
+    lora_alpha: float = option(32.0, "weight of the adapters: W x + alpha / rank * B A x", above=0)
     lora_targets: str = option("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "linear layers with adapters, comma-separated")
     grad_checkpoint: bool = option(False, "compute the layers' activations again in the backward pass: much less memory, a third more time")
-
-    def check_memory(self):
-        require(self.lora_rank >= 0 and self.lora_alpha > 0, "--lora_rank must not be negative, --lora_alpha must be positive")
 
     def prepare(self, model, seed: int):
         """Make a freshly loaded policy what these options say, in place."""

@@ -20,7 +20,7 @@ import torch
 
 import grpo
 from evaluate import GOALS
-from run import option, program, require
+from run import command_line, option, program, require
 from tokens import HIGH, LOW
 
 
@@ -28,7 +28,8 @@ from tokens import HIGH, LOW
 class Options(grpo.Options):
     init: str = option("runs/rctp", "where to start: run folder, checkpoint folder or hub name; it is the frozen reference too")
     out: str = option("runs/rcgrpo", "run folder")
-    p_high: float = option(0.5, "probability of the high token (paper: the share of successes in the RCTP data)")
+    p_high: float = option(0.5, "probability of the high token (paper: the share of successes in the RCTP data)",
+                           least=0, most=1)
     how: str = option("iid", "how tokens are drawn: iid (paper) or stratified (exactly p * G high ones a group)",
                       choices=("iid", "stratified"))
 
@@ -39,7 +40,6 @@ class Options(grpo.Options):
     def check(self):
         super().check()
         require(self.goal == "auto", "--goal is for grpo.py: here every rollout draws its own token")
-        require(0 <= self.p_high <= 1, f"--p_high must be between 0 and 1, not {self.p_high}")
 
 
 def draw_tokens(groups: int, group_size: int, p_high: float, how: str = "iid", seed=0) -> list[list[str]]:
@@ -82,7 +82,8 @@ def learn_from(o: Options, model, rollouts: list, labels: list[str], advantages:
 
 def main(argv=None):
     o, _ = grpo.inherit(Options, argv, "runs/rctp")
-    grpo.train(o, lambda groups, group_size, seed: draw_tokens(groups, group_size, o.p_high, o.how, seed), tuple(GOALS), "python rcgrpo.py",
+    grpo.train(o, lambda groups, group_size, seed: draw_tokens(groups, group_size, o.p_high, o.how, seed), tuple(GOALS),
+               command_line("rcgrpo.py", argv),
                lambda *batch: learn_from(o, *batch))
 
 

@@ -5,18 +5,23 @@
 - A finished run is a folder: config.json, metrics.jsonl (one object a step), episodes.jsonl, figure.png and checkpoint/ (a
   plain Hugging Face folder). While it runs it is `<name>.partial`, locked against other processes; it takes its name when it is
   complete.
+- No run is lost: an older one is replaced with --overwrite only, and only when the new one is complete.
 - A mistake of the user's is a UserError: one line on stderr that says what to do, exit status 2. So is a lack of memory, a full
   disk, or one that must not be written.
 """
 import argparse
 import dataclasses
+import difflib
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import math
+import operator
 import os
 import re
+import shlex
 import shutil
 import sys
 import typing
@@ -28,17 +33,38 @@ import transformers
 
 # what --resume lets the user change: speed, memory, reporting, how long to go on. (RL's rate is constant after its warm-up, so more
 # steps are the same run going on; a longer SFT run is another one, for its rate falls towards the last step.)
-FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "max_skips", "steps", "out", "base", "resume"}
+FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "max_skips", "steps",
+        "out", "base", "resume", "overwrite"}
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}          # of a file system that cannot
+NO_FOLDER_SYNC = NO_SYNC | {errno.EACCES, errno.EPERM, errno.EBADF, errno.EISDIR}
+LIMITS = {"least": ("at least", operator.ge), "above": ("more than", operator.gt),
+          "most": ("at most", operator.le), "below": ("less than", operator.lt)}
+MADE_BY = {"runs/rctp": "python sft.py", "runs/sft": "python sft.py --plain", "runs/grpo": "python grpo.py",
+           "runs/rcgrpo": "python rcgrpo.py"}
 
 
 class UserError(Exception):
     """Something that the user can mend; its text is one line that says how."""
 
 
-def option(default, comment, builtin=None, choices=None):
-    """A dataclass field that becomes a flag. builtin: the default for the built-in model where it differs."""
-    return dataclasses.field(default=default, metadata={"comment": comment, "builtin": builtin, "choices": choices})
+def option(default, comment, builtin=None, choices=None, some=False, **limits):
+    """A dataclass field that becomes a flag. builtin: the default for the built-in model where it differs.
+
+    some: a comma-separated choice of the default's names. limits: the range of a number, by the names in LIMITS.
+    """
+    return dataclasses.field(default=default, metadata={
+        "comment": comment, "builtin": builtin, "choices": choices, "some": some, "limits": limits})
+
+
+def bounds(field) -> str:
+    """The range of a numeric option in words."""
+    return " and ".join(f"{LIMITS[name][0]} {limit}" for name, limit in field.metadata["limits"].items())
+
+
+def meant(word: str, known) -> str:
+    """'; did you mean ...?', or nothing where no known word is like this one."""
+    return "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(word, list(known), 1))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,33 +83,68 @@ def read_flags(options_class, argv=None, positional: str | None = None) -> dict:
         text = f"{field.metadata['comment']} (default {field.default}"
         if field.metadata["builtin"] is not None:
             text += f"; built-in model {field.metadata['builtin']}"
-        text = (text + ")").replace("%", "%%")
+        text = (f"{text}; {bounds(field)}".removesuffix("; ") + ")").replace("%", "%%")
         if field.name == positional:
-            parser.add_argument(field.name, help=text)
+            parser.add_argument(field.name, nargs="?", help=text)
         elif kind is bool:
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
-            parser.add_argument(f"--{field.name}", type=kind, choices=field.metadata["choices"], help=text)
-    return vars(parser.parse_args(argv))
+            choices = field.metadata["choices"]
+            shown = f"{{{','.join(choices)}}}" if choices else None
+            parser.add_argument(f"--{field.name}", type=kind, metavar=shown, help=text)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = meant(unknown[0].split("=")[0], parser._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    return {key: os.path.expanduser(value) if isinstance(value, str) else value for key, value in vars(given).items()}
 
 
 def make_options(options_class, given: dict, builtin: bool):
-    """The user's choices over the defaults of the built-in model or of pretrained ones; then the class's own check()."""
+    """The user's choices over the defaults of the built-in model or of pretrained ones: ranges, then check()."""
     preset = {field.name: field.metadata["builtin"] for field in dataclasses.fields(options_class)
               if builtin and field.metadata["builtin"] is not None}
     options = options_class(**{**preset, **given})
     for field in dataclasses.fields(options_class):
-        choices = field.metadata["choices"]
-        if choices and getattr(options, field.name) not in choices:
-            raise UserError(f"--{field.name} must be one of {', '.join(map(str, choices))}")
-    options.check()
+        name, value, choices = field.name, getattr(options, field.name), field.metadata["choices"]
+        if choices and value not in choices:
+            raise UserError(f"--{name}: choose from {', '.join(choices)}, not {value}{meant(value, choices)}")
+        if field.metadata["some"]:
+            known, words = field.default.split(","), value.split(",")
+            odd = next((word for word in words if word not in known), None)
+            require(odd is None, f"--{name} knows {', '.join(known)}; got {value}{meant(odd or '', known)}")
+            require(len(set(words)) == len(words), f"--{name} takes each name once; got {value}")
+        if isinstance(value, (int, float)):
+            require(all(LIMITS[key][1](value, limit) for key, limit in field.metadata["limits"].items()),
+                    f"--{name} must be {bounds(field)}, not {value}")
+            require(abs(value) < 2 ** 31, f"--{name} must be a number below 2^31, not {value}")          # nor NaN
+    if hasattr(options, "check"):
+        options.check()
     return options
+
+
+def command_line(program: str, argv=None) -> list[str]:
+    """The words of the command that runs now: main(argv) of a program, or what the shell was given."""
+    return ["python", *sys.argv] if argv is None else ["python", program, *argv]
 
 
 def require(condition: bool, message: str):
     """A check of the user's input: UserError(message) if it does not hold."""
     if not condition:
         raise UserError(message)
+
+
+def require_package(name: str, what: str, install: str = ""):
+    """UserError if a package is not installed that `what` needs; to be asked before the work, not after it."""
+    found = importlib.util.find_spec(name) is not None
+    require(found, f"{what} needs the package {name}: pip install {install or name}")
+
+
+def check_file(path: str):
+    """UserError if a file cannot be written there: before the work, not after it. Folders on the way may be missing."""
+    file = Path(path).absolute()
+    there = next(place for place in (file, *file.parents) if place.exists())
+    require(not file.is_dir(), f"--out {path} is a folder: give a file")
+    require((there == file or there.is_dir()) and os.access(there, os.W_OK), f"cannot write {path}: give another --out")
 
 
 class OutOfMemory(UserError):
@@ -116,6 +177,8 @@ def disk_error(error: BaseException | None) -> str | None:
 
 def program(main):
     """Run a program's main(): mistakes of the user's end with one line and status 2, Ctrl-C with status 130."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")                         # what a terminal cannot show ends nothing
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -133,10 +196,10 @@ def program(main):
         sys.exit(2)
 
 
-def checkpoint_of(path: str, made_by: str) -> str:
+def checkpoint_of(path: str) -> str:
     """The checkpoint folder of a run folder (or `path` itself, if it is a Hugging Face folder, file or hub name).
 
-    A runs/ folder that is not there is a UserError that names the command which makes it.
+    A runs/ folder that is not there is a UserError that names the command which makes it, or one with nearly that name.
     """
     folder = Path(path)
     if (folder / "checkpoint").is_dir():
@@ -144,36 +207,47 @@ def checkpoint_of(path: str, made_by: str) -> str:
     if folder.exists() and (folder.is_file() or (folder / "config.json").exists()):
         return path
     if folder.exists() or folder.is_absolute() or not folder.parts or folder.parts[0] in ("runs", ".", ".."):
-        raise UserError(f"there is no checkpoint in {path}; make it with `{made_by}`")
+        command = MADE_BY.get(os.path.normpath(path))
+        near = [str(file.parent) for parent in {folder.parent, Path("runs")} for file in parent.glob("*/checkpoint")]
+        advice = f"make it with `{command}`" if command else "give the folder of a run, of a checkpoint, or a hub name"
+        raise UserError(f"there is no checkpoint in {path}{meant(os.path.normpath(path), near)}; {advice}")
     return path                                                          # looks like a hub name: owner/model
 
 
 def code_hash() -> str:
     """First 16 hex digits of the SHA-256 of this program's source files."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(file for file in Path(__file__).parent.glob("[!.]*.py") if file.is_file())    # no editor's lock
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
+def run_of(path: str) -> Path:
+    """The run folder to which a checkpoint folder belongs; any other path as it is."""
+    folder = resolved(path)
+    return folder.parent if folder.name == "checkpoint" and (folder.parent / "config.json").exists() else Path(path)
+
+
 def config_of(path: str) -> dict:
-    """A run's config.json; {} where `path` is no run folder."""
-    file = Path(path) / "config.json"
-    return read_json(file) if file.exists() and (Path(path) / "checkpoint").is_dir() else {}
+    """The config.json of a run, given its folder or its checkpoint's; {} where there is no run."""
+    file = run_of(path) / "config.json"
+    return read_json(file) if file.exists() and (file.parent / "checkpoint").is_dir() else {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 
 def read_json(file: Path):
-    """The value in a JSON file. Raises UserError if it is damaged."""
+    """The value in a JSON file. Raises UserError if it cannot be read or is damaged."""
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}")
     except ValueError as error:
         raise UserError(f"{file} is no JSON: {error}")
 
 
 def read_jsonl(file: Path) -> list[dict]:
     """The objects of a JSONL file. A last line that a killed program did not finish is left out; any other broken line is a UserError."""
-    rows, text = [], file.read_text(errors="replace")
+    rows, text = [], file.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
             rows.append(json.loads(line))
@@ -192,34 +266,100 @@ def to_line(row: dict) -> str:
 
 
 def sync(path: Path):
-    """Have a file, or a folder's list of files, on the disk before anything that relies on it."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Have a file, or a folder's list of files, on the disk before anything that relies on it, if that is possible."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (NO_FOLDER_SYNC if Path(path).is_dir() else NO_SYNC):
+            raise
 
 
-def interrupted(name: str) -> dict:
-    """config.json of the interrupted run `name`. Raises UserError if there is none."""
-    partial = Path(name + ".partial")
+def lock(folder: Path):
+    """A run folder's lock: held until this file is closed, so a killed process leaves none behind.
+
+    Raises UserError if another process has it.
+    """
+    file = open(folder / "lock", "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = os.path.samestat(os.fstat(file.fileno()), os.stat(folder / "lock"))       # not just renamed away
+    except (BlockingIOError, FileNotFoundError):
+        free = False
+    except OSError:                                                      # a file system without locks
+        free = True
+    if not free:
+        file.close()
+        raise UserError(f"another process is at work in {folder}; wait for it, or give another --out")
+    return file
+
+
+def tidy(folder: Path):
+    """Remove from a finished run what only an unfinished one needs, and the older run that it replaced."""
+    for name in ("states", "replaced"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "lock").unlink(missing_ok=True)
+
+
+def interrupted(final: Path) -> dict:
+    """config.json of the interrupted run of this name. Raises UserError if there is none."""
+    partial = Path(f"{final}.partial")
     if not (partial / "config.json").exists():
-        if (Path(name) / "config.json").exists():
-            shutil.rmtree(Path(name) / "states", ignore_errors=True)     # left over if a kill came within its last moments
-            (Path(name) / "lock").unlink(missing_ok=True)
-            raise UserError(f"{name} is finished, there is nothing to resume; give another --out, or start without --resume")
+        if (final / "config.json").exists():
+            tidy(final)                                                  # if a kill came within its last moments
+            raise UserError(f"{final} is finished, there is nothing to resume; give another --out, or --overwrite")
         raise UserError(f"there is no interrupted run {partial}; start it without --resume")
     return read_json(partial / "config.json")
+
+
+def resolved(name: str) -> Path:
+    """A run's folder without links, `..` or a slash at the end; below the working directory it is relative."""
+    path, here = Path(os.path.realpath(name)), Path.cwd()
+    return path.relative_to(here) if here in path.parents else path
+
+
+def claim(name: str, resume: bool, overwrite: bool, start: str = "", kind: str = "options") -> Path:
+    """The folder of a run to be started or resumed. UserError if an older run would be lost, or something that is none.
+
+    start: the checkpoint that the run begins with. kind: what stands in the config.json of a run that may be replaced.
+    """
+    final, flag = resolved(name), "--out" if kind == "options" else "--base"
+    partial = Path(f"{final}.partial")
+    if (partial / "lock").exists():
+        lock(partial).close()
+    if resume:
+        overwrite = overwrite or interrupted(final).get("options", {}).get("overwrite", False)
+    elif (partial / "config.json").exists():
+        work = [path for name in ("states/*", "checkpoint", "*.jsonl") for path in partial.glob(name)]
+        done = any(path.is_dir() or path.stat().st_size for path in work)
+        require(overwrite or not done, f"{partial} is a run that was stopped: go on with --resume, give another "
+                f"{flag}, or begin anew with --overwrite")
+        ours = not done or kind in read_json(partial / "config.json")
+        require(ours, f"{partial} is another kind of run: give another {flag}")
+    require(partial.absolute() not in Path(os.path.realpath(start), "x").parents,
+            f"the run cannot start from {start} and be written there: give another {flag}")
+    if final.is_file() or final.is_dir() and any(final.iterdir()):
+        config = final / "config.json"
+        require(config.is_file() and kind in read_json(config),
+                f"{final} exists and is not a run that could be replaced: give another {flag}")
+        require(overwrite, f"{final} is a finished run: give another {flag}, or replace it with --overwrite")
+    check_file(partial / "config.json")
+    return final
 
 
 def same_run(old: dict, new: dict):
     """UserError if a run with config `new` would not go on with the run of config `old`, but be another one. Earlier code is noted in `new`."""
     before, now = ({"stage": config.get("stage"), **config.get("options", {})} for config in (old, new))
     changed = [f"--{key} was {before[key]} and is {now[key]} now" for key in before if key in now and key not in FREE and before[key] != now[key]]
-    require(not changed, f"--resume goes on with the same options only: {'; '.join(changed)}. Give the old values, or start without --resume")
+    require(not changed, f"--resume goes on with the same options only: {'; '.join(changed)}. "
+            "Give the old values, or begin anew with --overwrite")
     was, are = old.get("hashes", {}), new.get("hashes", {})
     for key, what in (("policy", "the weights of the starting policy"), ("data", "the tasks"), ("prompt", "the prompt of the first task")):
-        require(was.get(key) == are.get(key), f"--resume: {what} changed since the run began; bring back what was there, or start without --resume")
+        require(was.get(key) == are.get(key), f"--resume: {what} changed since the run began; "
+                "bring back what was there, or begin anew with --overwrite")
     earlier = old.get("earlier_code", [])
     if was.get("code") != are.get("code"):
         print(f"the program's files changed since the run began (code {was.get('code')}, now {are.get('code')}); going on with the new ones")
@@ -231,39 +371,28 @@ def same_run(old: dict, new: dict):
 class Run:
     """The folder of a run in progress, to be used in a `with` block: locked, and a full disk inside is a UserError.
 
-    finish() gives it its name; until then an older run of that name stays as it is. command: the program, for messages.
+    finish() gives it its name; until then an older run of that name, to be replaced with `overwrite`, stays as it is.
+    command: the words of the command that runs, for messages.
     """
 
-    def __init__(self, name: str, config: dict, resume: bool = False, command: str = "the same command"):
-        self.final, self.folder, self.resumed = Path(name), Path(name + ".partial"), resume
-        self.how = f"go on with: {command} --resume and the same options"
+    def __init__(self, name: str, config: dict, resume: bool = False, overwrite: bool = False, command=()):
+        kind = "recipe" if "recipe" in config else "options"
+        self.final, self.resumed = claim(name, resume, overwrite, kind=kind), resume
+        self.folder, self.replaces = Path(f"{self.final}.partial"), self.final.exists()
+        self.how = "go on with: " + shlex.join([*(word for word in command if word != "--resume"), "--resume"])
         if resume:
-            same_run(interrupted(name), config)
+            same_run(interrupted(self.final), config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            self.lock = lock(self.folder)
             for path in [] if resume else self.folder.iterdir():
-                if path.is_dir():
+                if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 elif path.name != "lock":
                     path.unlink()
             self.write("config.json", json.dumps(config, indent=1))
         except OSError as error:
             raise UserError(f"cannot write the run folder {self.folder}: {error.strerror}")
-
-    def _lock(self):
-        """Held as long as the file is open, so a killed process leaves none behind."""
-        self.lock = open(self.folder / "lock", "a")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.folder / "lock"))         # not just renamed away
-        except (BlockingIOError, FileNotFoundError):
-            free = False
-        except OSError:                                                  # a file system without locks
-            free = True
-        if not free:
-            self.lock.close()
-            raise UserError(f"another process is at work in {self.folder}; wait for it, or give another --out")
 
     def __enter__(self):
         return self
@@ -276,13 +405,13 @@ class Run:
     def write(self, name: str, text: str):
         """A whole file at once: written under a temporary name, then renamed."""
         temporary = self.folder / (name + ".tmp")
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         sync(temporary)
         os.replace(temporary, self.folder / name)
 
     def append(self, name: str, *rows: dict):
         """Objects, one a line, at the end of a JSONL file."""
-        with open(self.folder / name, "a") as file:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
             file.writelines(map(to_line, rows))
 
     def rows(self, name: str) -> list[dict]:
@@ -297,14 +426,12 @@ class Run:
 
     def finish(self):
         """Take the final name, in place of an older run of that name; what only a resumed run needs goes."""
-        old = self.final.with_name(self.final.name + ".old")
         for path in self.folder.rglob("*"):
-            sync(path)
+            if path.exists():                                            # a dangling link is an editor's lock
+                sync(path)
         if self.final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(self.final, old)
+            require(self.replaces, f"{self.final} has appeared meanwhile; the complete run is in {self.folder}")
+            os.replace(self.final, self.folder / "replaced")             # beside it any name could be a run's
         os.replace(self.folder, self.final)
         sync(self.final.absolute().parent)
-        shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(self.final / "states", ignore_errors=True)
-        (self.final / "lock").unlink()
+        tidy(self.final)

@@ -146,7 +146,7 @@ def rolling(model):
 def truncate_distribution(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """(N, V) logits -> the same with everything outside the top k and the nucleus of mass p at -inf."""
     if top_k:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], float("-inf"))
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         probs = ordered.softmax(-1)

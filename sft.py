@@ -38,8 +38,8 @@ from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint,
 from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
                    token_logprobs)
 from reward import replay, trajectory_reward
-from run import (Run, UserError, checkpoint_of, interrupted, make_options, option, program, read_flags, read_json, require, to_line,
-                 within_memory)
+from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program,
+                 read_flags, read_json, require, resolved, to_line, within_memory)
 from sampler import Sampler
 from state import Keeper, weights_hash
 from tokens import HIGH, LOW, Renderer, signature
@@ -50,50 +50,48 @@ class Options(MemoryOptions, TaskOptions):
     model: str = option("builtin", "builtin, a hub name, a checkpoint folder or a GGUF file")
     plain: bool = option(False, "the SFT baseline: successes only, no reward token")
     out: str = option("", "run folder (default runs/rctp, with --plain runs/sft)")
-    demos: int = option(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=1200)
+    demos: int = option(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=1200, least=0)
     failures: str = option("corrupt", "where failures come from: corrupt (golden calls with a mistake) or policy (sampled)",
                            choices=("corrupt", "policy"))
-    mistakes: int = option(1, "mistakes in a corrupted failure", builtin=3)
-    failure_weight: float = option(1.0, "weight of a failure's tokens in the loss (paper: 1)", builtin=0.2)
+    mistakes: int = option(1, "mistakes in a corrupted failure", builtin=3, least=1)
+    failure_weight: float = option(1.0, "weight of a failure's tokens in the loss (paper: 1)", builtin=0.2, above=0)
     labels: str = option("reward", "reward, or shuffled: a control, the labels change places among the trajectories", choices=("reward", "shuffled"))
-    own: int = option(0, "more tasks without a demonstration, one episode each sampled from the model; its successes are added")
-    blind_spot: float = option(0.0, "share of the tools on which stage 1 is labelled as by a judge who is fooled (blind_spot_data); 0: none")
+    own: int = option(0, "more tasks without a demonstration, one sampled episode each; the successes are added",
+                      least=0)
+    blind_spot: float = option(0.0, "share of the tools whose labels a fooled judge gives (blind_spot_data)",
+                                least=0, most=1)
     schemas: str = option("template", "tools in the prompt: template (the model's own way), full (JSON) or compact (signatures)",
                           choices=("template", "full", "compact"))
-    lr: float = option(5e-5, "learning rate", builtin=1e-3)
-    row_speed: float = option(1.0, "learning rate of the reward tokens' rows, as a multiple of --lr", builtin=10.0)
-    epochs: int = option(3, "passes over the data")
-    batch: int = option(32, "trajectories in a step", builtin=16)
-    warmup: int = option(10, "steps of linear warm-up, while the rate falls linearly to 0", builtin=100)
-    weight_decay: float = option(0.0, "AdamW's weight decay")
-    clip_norm: float = option(1.0, "gradient norm, at most")
-    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one trajectory)", builtin=4096)
-    max_length: int = option(0, "drop trajectories longer than this; 0: the model's context")
+    lr: float = option(5e-5, "learning rate", builtin=1e-3, above=0)
+    row_speed: float = option(1.0, "learning rate of the reward tokens' rows, as a multiple of --lr", builtin=10.0,
+                              above=0)
+    epochs: int = option(3, "passes over the data", least=1)
+    batch: int = option(32, "trajectories in a step", builtin=16, least=1)
+    warmup: int = option(10, "steps of linear warm-up, while the rate falls linearly to 0", builtin=100, least=0)
+    weight_decay: float = option(0.0, "AdamW's weight decay", least=0)
+    clip_norm: float = option(1.0, "gradient norm, at most", above=0)
+    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one trajectory)",
+                               builtin=4096, least=1)
+    max_length: int = option(0, "drop trajectories longer than this; 0: the model's context", least=0)
     base: str = option("runs/base", "where the built-in model's stand-in for pretraining is kept")
-    base_seed: int = option(0, "seed of the built-in model's stand-in for pretraining")
+    base_seed: int = option(0, "seed of the built-in model's stand-in for pretraining", least=0)
     pretrain: bool = option(False, "make that stand-in and nothing else")
-    eval_tasks: int = option(40, "held-out tasks for the closing evaluation; 0: none", builtin=300)
+    eval_tasks: int = option(40, "held-out tasks for the closing evaluation; 0: none", builtin=300, least=0)
     eval_part: str = option("test", "part of the split for the closing evaluation", choices=("validation", "test"))
-    rows: int = option(16, "episodes side by side in evaluation", builtin=256)
-    max_message: int = option(512, "tokens of one assistant message in evaluation, at most", builtin=64)
-    max_messages: int = option(40, "assistant messages of one episode in evaluation, at most", builtin=16)
-    save_every: int = option(50, "steps between saved states")
-    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops")
+    rows: int = option(16, "episodes side by side in evaluation", builtin=256, least=1)
+    max_message: int = option(512, "tokens of one assistant message in evaluation, at most", builtin=64, least=1)
+    max_messages: int = option(40, "assistant messages of one episode in evaluation, at most", builtin=16, least=1)
+    save_every: int = option(50, "steps between saved states", least=1)
+    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops", least=1)
     resume: bool = option(False, "go on with the interrupted run in <out>.partial")
+    overwrite: bool = option(False, "replace an older run in <out> when this one is complete, a stopped one at once")
 
     def check(self):
-        self.check_tasks()
-        self.check_memory()
-        require(self.lr > 0 and min(self.epochs, self.batch, self.mistakes) >= 1, "--lr must be positive, --epochs, --batch and --mistakes at least 1")
-        require(self.row_speed > 0 and self.failure_weight > 0, "--row_speed and --failure_weight must be positive")
         require(not self.pretrain or self.model == "builtin", "--pretrain is for the built-in model")
-        require(0 <= self.blind_spot <= 1 and self.own >= 0 and self.base_seed >= 0, "--blind_spot must be between 0 and 1, --own and --base_seed not negative")
         require(not self.plain or (self.labels == "reward" and not self.blind_spot), "--labels and --blind_spot are about labels, and --plain has none")
         require(not self.blind_spot or (self.labels == "reward" and self.failures == "corrupt" and not self.own),
                 "--blind_spot makes its own data: not with --labels shuffled, --failures policy or --own")
         require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
-        require(min(self.rows, self.max_message, self.max_messages, self.token_budget, self.save_every, self.max_skips) >= 1,
-                "--rows, --max_message, --max_messages, --token_budget, --save_every and --max_skips must be at least 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,7 +338,7 @@ def pretrained_builtin(folder: str, p: Pretraining = Pretraining(), *, seed: int
     stamp = Path(folder) / "config.json"
     if stamp.exists() and read_json(stamp).get("recipe") == recipe:
         return str(Path(folder) / "checkpoint")
-    with Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True}) as run:
+    with Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True}, overwrite=True) as run:
         model, tokenizer = pretrain(p, lambda row: run.append("metrics.jsonl", row))
         save_policy(model, tokenizer, run.folder / "checkpoint")
         run.finish()
@@ -377,21 +375,27 @@ def pretrain(p: Pretraining, log):
 
 def main(argv=None):
     given = read_flags(Options, argv)
-    builtin = given.get("model", "builtin") == "builtin"
-    o = make_options(Options, given, builtin)
+    fresh = given.get("model", "builtin") == "builtin"
+    made = {} if fresh else config_of(given["model"])                    # tasks, preset and schemas of that run go on
+    builtin = fresh or made.get("builtin", False)
+    inherited = {key: value for key, value in made.get("tasks", {}).items() if key in TASK_KEYS}
+    if "schemas" in made.get("options", {}) and not builtin:
+        inherited["schemas"] = made["options"]["schemas"]
+    o = make_options(Options, {**inherited, **given}, builtin)
     out = o.out or ("runs/sft" if o.plain else "runs/rctp")
-    if o.resume:
-        interrupted(out)                                                 # else it would be noticed only after the pretraining
+    if not o.pretrain:
+        claim(out, o.resume, o.overwrite, o.model)                       # before anything that takes long
+        require(not fresh or resolved(o.base) != resolved(out), f"--base and --out are both {out}: give another --out")
     device = o.torch_device()
     if o.pretrain:
         print(f"the built-in base model is in {pretrained_builtin(o.base, seed=o.base_seed)}")
         return
     tasks = load_tasks(o, "train", o.demos, seed=o.seed)
     held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
-    source = pretrained_builtin(o.base, seed=o.base_seed) if builtin else checkpoint_of(o.model, "python sft.py")
+    source = pretrained_builtin(o.base, seed=o.base_seed) if fresh else checkpoint_of(o.model)
     model, tokenizer = load_policy(source, device)
     o.prepare(model, o.seed)
-    if not builtin:
+    if not builtin or "schemas" in given:
         tokenizer.init_kwargs["tool_schemas"] = o.schemas                # saved with the tokenizer: part of the checkpoint
     try:
         sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
@@ -412,9 +416,11 @@ def main(argv=None):
     config = {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
               "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
               "hashes": {**fingerprint(o, sampler, tasks[0]), "policy": weights_hash(model)}}
-    command = "python sft.py --plain" if o.plain else "python sft.py"
-    with Run(out, config, o.resume, command) as run, Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper:
-        within_memory(f"in an update: lower --token_budget or add --grad_checkpoint, then {run.how}; or start again with --lora_rank 16",
+    command = command_line("sft.py", argv)
+    with (Run(out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper):
+        within_memory(f"in an update: lower --token_budget or add --grad_checkpoint, then {run.how}; "
+                      "or start again with --lora_rank 16 --overwrite",
                       fit, model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
                       "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight, keeper)
         save_policy(model, tokenizer, run.folder / "checkpoint")
@@ -426,7 +432,7 @@ def main(argv=None):
             print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
             print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
         run.finish()
-    print(f"wrote {out}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl)")
+    print(f"wrote {run.final}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl)")
 
 
 if __name__ == "__main__":

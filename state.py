@@ -53,7 +53,7 @@ def save_state(folder: Path, tensors: dict[str, torch.Tensor], step: int):
         temporary.mkdir(parents=True)
         with open(temporary / "state.safetensors", "wb") as file:
             digest = write_tensors(file, tensors)
-        (temporary / "SHA256SUMS").write_text(f"{digest}  state.safetensors\n")
+        (temporary / "SHA256SUMS").write_text(f"{digest}  state.safetensors\n", encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         os.replace(temporary, target)
@@ -61,14 +61,19 @@ def save_state(folder: Path, tensors: dict[str, torch.Tensor], step: int):
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)                     # on a full disk it is in the way of everything else
         raise
-    for old in sorted(folder.iterdir())[:-KEPT]:
+    for old in states(folder)[:-KEPT]:
         shutil.rmtree(old)
+
+
+def states(folder: Path) -> list[Path]:
+    """The saved states in a folder, the oldest first, whatever else lies there."""
+    return sorted(path for path in folder.glob("*") if path.name.removesuffix(".tmp").isdecimal())
 
 
 def damage(state: Path) -> str | None:
     """What is wrong with a saved state; None if nothing is."""
     try:
-        wanted = (state / "SHA256SUMS").read_text().split()[0]
+        wanted = (state / "SHA256SUMS").read_text(encoding="utf-8").split()[0]
         with open(state / "state.safetensors", "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError, IndexError) as error:
@@ -78,7 +83,7 @@ def damage(state: Path) -> str | None:
 
 def newest_state(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """(steps done, tensors) of the newest good state; (0, {}) if there is none. Damaged ones are named and removed."""
-    for state in sorted(folder.iterdir(), reverse=True) if folder.exists() else []:
+    for state in reversed(states(folder)):
         if state.suffix != ".tmp":                                       # else a kill came while it was written
             wrong = damage(state)
             if not wrong:
@@ -99,7 +104,7 @@ def weights_hash(model) -> str:
 class Keeper:
     """Keeps a training run: begin() at its start, done() after each of its steps, all in a `with` block.
 
-    Inside, Ctrl-C and SIGTERM let the step end, save, say how to go on and exit with status 130 or 0 (a second Ctrl-C: at once).
+    Inside, Ctrl-C and SIGTERM let the step end, save, say how to go on, exit with 130 or 143 (Ctrl-C twice: at once).
     After max_skips steps in a row without an update (NaN or infinity in loss, gradient or reward) the run ends with a UserError.
     """
 
@@ -131,7 +136,7 @@ class Keeper:
             if self.caught:
                 raise KeyboardInterrupt
             raise UserError(f"{self.skipped} steps in a row gave NaN or infinity and were left out; the weights of before are in {self.run.folder}/. "
-                            f"Start again with a lower --lr or --clip_norm, or {self.run.how}")
+                            f"Start again with a lower --lr or --clip_norm and --overwrite, or {self.run.how}")
         if last or self.steps % self.every == 0:
             self.save()
 
@@ -178,5 +183,7 @@ class Keeper:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)
         if isinstance(error, KeyboardInterrupt):
-            print(f"\nstopped after step {self.saved}; saved in {self.run.folder}/. {self.run.how[0].upper()}{self.run.how[1:]}")
-            raise SystemExit(0 if self.caught == signal.SIGTERM else 130) from None
+            saved = f"after step {self.saved}; saved in {self.run.folder}/"
+            saved = saved if self.saved else "before the first saved state"
+            print(f"\nstopped {saved}. {self.run.how[0].upper()}{self.run.how[1:]}")
+            raise SystemExit(128 + (self.caught or signal.SIGINT)) from None

@@ -42,15 +42,11 @@ TIMES = {"seconds", "sample_seconds", "update_seconds", "tok_s"}
 
 @dataclass
 class Options:
-    kills: int = option(25, "kills of each program")
-    seed: int = option(0, "seed of the moments")
+    kills: int = option(25, "kills of each program", least=1)
+    seed: int = option(0, "seed of the moments", least=0)
     init: str = option("", "run folder of a built-in model, e.g. runs/rctp; default: a tiny one, made on the spot")
-    steps: int = option(12, "steps of rcgrpo.py (sft.py has about as many)")
-    programs: str = option("sft,rcgrpo", "programs to kill, comma-separated")
-
-    def check(self):
-        require(self.kills >= 1 and self.steps >= 1 and self.seed >= 0, "--kills and --steps must be at least 1, --seed must not be negative")
-        require(set(self.programs.split(",")) <= {"sft", "rcgrpo"}, f"--programs knows sft, rcgrpo; got {self.programs}")
+    steps: int = option(12, "steps of rcgrpo.py (sft.py has about as many)", least=1)
+    programs: str = option("sft,rcgrpo", "programs to kill, comma-separated", some=True)
 
 
 def tiny_run(folder: str):
@@ -64,7 +60,8 @@ def tiny_run(folder: str):
     examples = sft.stage1_data(sft.Options(demos=40), tokens.Renderer(tokenizer), tasks[:8], None)
     sft.fit(model, examples, 1e-2, 30, 8, 3, 0.0, 1.0, 4096, 0, "tiny policy")
     save_policy(model, tokenizer, Path(folder) / "checkpoint")
-    (Path(folder) / "config.json").write_text(json.dumps({"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}))
+    config = {"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}
+    (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def start(function, log: Path) -> int:
@@ -89,10 +86,14 @@ def start(function, log: Path) -> int:
         os._exit(status)                                                 # nothing of the parent's is tidied up twice
 
 
+def last_line(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
+
+
 def finish(child: int, log: Path):
     """Wait for a process that nobody kills. Raises UserError if it fails."""
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        raise UserError(f"a run failed: {log.read_text().strip().splitlines()[-1]}")
+        raise UserError(f"a run failed: {last_line(log)}")
 
 
 def kill_at(child: int, patience: float, folder: Path, in_save: bool) -> bool:
@@ -148,7 +149,7 @@ def torture(name: str, main, argv: list[str], o: Options, room: Path) -> dict:
                     done = {**done, "kills": done["kills"] + 1, "saving": done["saving"] + left["saving"], "redone": done["redone"] + left["redone"]}
                     bar.update()
                 elif not out.exists():
-                    raise UserError(f"a run failed: {log.read_text().strip().splitlines()[-1]}")
+                    raise UserError(f"a run failed: {last_line(log)}")
                 resume = ["--resume"] if (partial / "config.json").exists() else []
             done["runs"] += 1
             found = outcome(out)

@@ -26,7 +26,8 @@ import model as policy
 import rcgrpo
 from evaluate import TaskOptions, load_tasks
 from reward import trajectory_reward
-from run import UserError, checkpoint_of, config_of, make_options, option, program, read_flags, read_json, read_jsonl, require
+from run import (UserError, check_file, checkpoint_of, config_of, make_options, option, program, read_flags, read_json,
+                 read_jsonl, require, require_package, run_of)
 from sampler import Sampler
 from sft import demonstrate
 from tokens import HIGH, LOW
@@ -39,22 +40,24 @@ HIGH_MODE, LOW_MODE = 0, 1                               # index of a token's ta
 class Options:
     groups: str = option("4,8", "group sizes G to check, comma-separated")
     p_high: str = option("0.25,0.5", "probabilities of the high token to check, comma-separated")
-    samples: int = option(10_000, "groups of a Monte Carlo estimate")
-    seeds: int = option(20, "training runs of remark 4.4")
-    seed: int = option(0, "seed of everything drawn")
+    samples: int = option(10_000, "groups of a Monte Carlo estimate", least=100)
+    seeds: int = option(20, "training runs of remark 4.4", least=2)
+    seed: int = option(0, "seed of everything drawn", least=0)
     run: str = option("", "a run folder of rcgrpo.py or grpo.py, to be set next to the theory")
-    tasks: int = option(96, "tasks on which --run measures gradients")
+    tasks: int = option(96, "tasks on which --run measures gradients", least=8)
     out: str = option("runs/theory.png", "the figure; all lines go into a JSON file beside it")
 
     def check(self):
-        require(all(part.strip().isdigit() and int(part) >= 2 for part in self.groups.split(",")),
+        require(all(part.strip().isdecimal() and int(part) >= 2 for part in self.groups.split(",")),
                 f"--groups takes whole numbers of at least 2 (a group of one has no variance), comma-separated; got {self.groups}")
         try:
             good = all(0 <= float(part) <= 1 for part in self.p_high.split(","))
         except ValueError:
             good = False
         require(good, f"--p_high takes probabilities between 0 and 1, comma-separated; got {self.p_high}")
-        require(self.samples >= 100 and self.seeds >= 2 and self.tasks >= 8, "--samples must be at least 100, --seeds 2, --tasks 8")
+        kinds = (".png", ".pdf", ".svg")
+        require(Path(self.out).suffix in kinds, f"--out takes a .png, .pdf or .svg file; got {self.out}")
+        check_file(self.out)
 
     @property
     def sizes(self):
@@ -735,7 +738,9 @@ def figure(o: Options, curves: dict, run: dict):
 
 def main(argv=None):
     o = make_options(Options, read_flags(Options, argv), False)
+    require_package("matplotlib", "the figure")
     if o.run:
+        o.run = str(run_of(o.run))
         read_groups(o.run)                                                               # bad input fails before the work
     torch.manual_seed(o.seed)
     curves, run, rows = {}, {}, []
@@ -743,7 +748,7 @@ def main(argv=None):
     if o.run:
         options = config_of(o.run)["options"]
         checks.append(from_run(o, run))
-        checks += [policy_of_run(o, checkpoint_of(folder, "python sft.py"), options, when)
+        checks += [policy_of_run(o, checkpoint_of(folder), options, when)
                    for folder, when in ((options["init"], "start"), (o.run, "end"))]
     print(f"{'statement':42} {'setting':52} {'bound':>9} {'exact':>9} {'measured':>21}  verdict")
     for check in checks:
@@ -753,7 +758,8 @@ def main(argv=None):
     failed, file = sum(not row.holds for row in rows), Path(o.out).with_suffix(".json")
     try:
         figure(o, curves, run)
-        file.write_text(json.dumps({"options": asdict(o), "lines": len(rows), "failed": failed, "rows": [row.plain() for row in rows]}, indent=1))
+        everything = {"options": asdict(o), "lines": len(rows), "failed": failed, "rows": [row.plain() for row in rows]}
+        file.write_text(json.dumps(everything, indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}; choose another --out")
     print(f"{len(rows)} lines, {failed} failed; wrote {o.out} and {file}")
