@@ -166,6 +166,7 @@ class Sampler:
 
     rows: episodes side by side; max_message: tokens of one assistant message; max_messages: assistant messages of one
     episode; max_length: tokens of one episode (default: the model's context). An episode cut by a limit is flagged.
+    Raises UserError for a model that cannot be served: its attention, its tokenizer or its chat template.
     """
 
     def __init__(self, model, tokenizer, rows: int = 256, max_message: int = 256, max_messages: int = 32,
@@ -173,7 +174,10 @@ class Sampler:
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise UserError(f"this model's attention ({', '.join(sorted(kinds))}) is not supported: full attention only")
-        self.model, self.tokenizer, self.renderer = model, tokenizer, Renderer(tokenizer)
+        try:
+            self.model, self.tokenizer, self.renderer = model, tokenizer, Renderer(tokenizer)
+        except ValueError as error:
+            raise UserError(f"{tokenizer.name_or_path}: {error}")
         self.rows, self.max_message, self.max_messages = rows, max_message, max_messages
         context = model.config.max_position_embeddings
         self.max_length = min(max_length or context, context)
