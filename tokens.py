@@ -13,12 +13,15 @@ Three rules, each with a test in test_all.py:
   3. Model output is data. `parse_calls` reads JSON and Python literals with parsers; nothing is ever evaluated.
 
 The model's own chat template writes tools and results where it can (Qwen2.5, Qwen3, Llama-3.1 styles); elsewhere, or when
-schemas="compact" asks for short prompts, the tools stand in a system message of ours.
+schemas="compact" asks for short prompts, the tools stand in a system message of ours, or in the first user turn of a
+template that has no system role (Gemma). A tokenizer or a template that we cannot write is refused at the start.
 """
 import ast
 import json
 import re
 import warnings
+from contextlib import suppress
+from itertools import groupby
 from keyword import iskeyword
 
 from envs import Call, CallError
@@ -26,10 +29,11 @@ from envs import Call, CallError
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
 SLOT = "\ue001"                    # stands for the assistant's text while the template runs
+FIRST = [{"role": "user", "content": "a"}]        # what must come before the assistant's message
 PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 FENCED = re.compile(r"```\w*(.*?)(?:```|\Z)", re.DOTALL)
-LIKE_A_CALL = re.compile(r'\s*(?:\[\s*[\w.]+\(|(?:\[\s*)?\{\s*"(?:name|arguments|parameters)")')
+LIKE_A_CALL = re.compile(r'\s*(?:\[\s*[\w.]+\(|(?:\[\s*)?\{\s*"(?:name|function|arguments|parameters|type"\s*:\s*"function)")')
 JSON_NAMES = {"true": True, "false": False, "null": None}
 MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
 MAX_MESSAGE = 50_000               # characters of a message: json counts the lines before each of its errors, which is quadratic
@@ -124,7 +128,7 @@ def _json_sequence(text: str, position: int) -> list[Call | CallError]:
 
 
 def _blocks(text: str) -> list[Call | CallError]:
-    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style); none in a think block."""
+    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style), but for thoughts."""
     calls, position = [], 0
     while mark := re.compile(r"<tool_call>\s*|</?think>").search(text, position):
         position = mark.end()
@@ -134,7 +138,7 @@ def _blocks(text: str) -> list[Call | CallError]:
             end = text.find("</think>", position)
             position = end + len("</think>") if end >= 0 else len(text)
         else:
-            try:                                         # JSON-aware: '</tool_call>' inside a string does not end the block
+            try:                                         # JSON-aware: '</tool_call>' in a string does not end the block
                 value, position = _json.raw_decode(text, position)
                 calls.append(_as_call(value))
             except (ValueError, RecursionError):
@@ -180,10 +184,10 @@ def _fenced(text: str) -> list[Call | CallError]:
 def parse_calls(text: str) -> list[Call | CallError]:
     """Read the calls in one assistant message; [] means that it answered in words.
 
-    Styles: <tool_call>{JSON}</tool_call> blocks (Qwen, Hermes), JSON objects (Llama-3.1), [name(a=1), ...] (BFCL), and the
-    last two within ``` fences. What looks like a call and cannot be read becomes a CallError, which the environment answers
-    with an error result. What stands in a think block is no call: between <think> and </think>, after a <think> without
-    an end, and before a </think> that has no beginning (the template wrote it). Within a call both are ordinary text.
+    Styles: <tool_call>{JSON}</tool_call> blocks (Qwen, Hermes), JSON objects (Llama-3.1), [name(a=1), ...] (BFCL), and
+    the last two within ``` fences. What looks like a call and cannot be read becomes a CallError, which the environment
+    answers with an error result. What is thought is no call: between <think> and </think>, after a <think> without an
+    end, and before a </think> without a beginning (the template wrote it). Within a call both are ordinary text.
     Never raises and never evaluates: JSON decoder and syntax tree only.
     """
     if len(text) > MAX_MESSAGE:
@@ -239,51 +243,46 @@ def signature(schema: dict) -> str:
 class Renderer:
     """Messages to ids for one tokenizer, append only.
 
-    tokenizer: a fast tokenizer with a chat template, that gives back every text and cuts it at control tokens (byte-level
-    BPE, as in Qwen, Llama-3, SmolLM2). How tools are shown
+    tokenizer: a fast tokenizer with a chat template (byte-level BPE, as in Qwen, Llama-3, SmolLM2). How tools are shown
     is read from tokenizer.init_kwargs["tool_schemas"], which is saved with the tokenizer, so that a checkpoint folder
     alone gives the same prompt: "template" (the template's own way where it has one, else full schemas in our block),
-    "full" (our block, JSON schemas) or "compact" (our block, signatures only). Thinking is off: a think block that the
-    template opens is closed at once.
-    Raises ValueError if tokenizer or template cannot be served: whatever an episode may hold is tried here, so that nothing
-    raises in the middle of one.
+    "full" (our block, JSON schemas) or "compact" (our block, signatures only). A think block that the template opens is
+    closed at once. Raises ValueError, in one line, for a tokenizer or a template that cannot be served: all that an
+    episode may hold is tried here, so that nothing raises in the middle of one.
     """
 
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; choose an instruct or chat model")
         self.tokenizer = tokenizer
-        added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or len(token.content.strip()) > 1]
-        added.sort(key=lambda token: len(token.content), reverse=True)     # the others, such as runs of blanks, are text
+        added = [token for token in tokenizer.added_tokens_decoder.values()      # runs of blanks (Gemma) are text
+                 if token.special or len(token.content.strip()) > 1]
+        added.sort(key=lambda token: len(token.content), reverse=True)
         self._control = {token.content: tokenizer.convert_tokens_to_ids(token.content) for token in added}
         self._any_control = re.compile("|".join(map(re.escape, self._control)) or r"(?!)")
         cuts = [r"(?:(?<!\s)\s+)?" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip for token in added]
         self._cuts = re.compile("(" + "|".join(cuts + [MARK]) + ")")
 
-        closed = self._template([{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}])
-        before, _, after = closed.partition(SLOT)
+        opening = self._template(FIRST, generate=True)
+        before, _, after = self._template(FIRST + [{"role": "assistant", "content": SLOT}]).partition(SLOT)
         first = self._any_control.match(after)
         if first is None:
             raise ValueError("the chat template does not end an assistant message with a control token")
         self.terminator = first.group()
-        self.stop_ids = {self._control[self.terminator]}
-        if tokenizer.eos_token_id is not None:
-            self.stop_ids.add(tokenizer.eos_token_id)
-        opening = self._template([{"role": "user", "content": "a"}], generate=True)
+        self.stop_ids = {self._control[self.terminator], tokenizer.eos_token_id} - {None}
         self._lead = before.removeprefix(opening) if before.startswith(opening) else ""      # such as Mistral's blank
         self._check_tokenizer()
 
         self.schemas = tokenizer.init_kwargs.get("tool_schemas", "template")
         if self.schemas not in ("template", "full", "compact"):
             raise ValueError(f"tool_schemas must be template, full or compact, not {self.schemas!r}")
-        own = python_calls if self.schemas == "compact" else _hermes
-        ways = [(True, own, system, tool) for system in (True, False) for tool in (True, False)]
-        if self.schemas == "template":
+        write = python_calls if self.schemas == "compact" else _hermes
+        ways = [(True, write, system, tool) for system in (True, False) for tool in (True, False)]
+        if self.schemas == "template":                   # only if it shows tools, calls and results as we write them
             ways = [(False, write, True, True) for write in (_hermes, _llama, python_calls)] + ways
         for self.own_block, self._write, self.system_role, self.tool_role in ways:
             try:
-                self._check_template()
-                return
+                return self._check_template()
             except ValueError as error:
                 reason = error
         raise reason
@@ -300,46 +299,40 @@ class Renderer:
         return text.rstrip() + "\n\n</think>\n\n" if generate and text.rstrip().endswith("<think>") else text
 
     def _check_tokenizer(self):
-        """ValueError for a tokenizer that changes text, or whose ids for a rendered text are not those of its pieces."""
-        hard = f" It's  A b\n\n {self.terminator} ,ü日本🙂 ?\tn't !\n"
-        fine = all(self.text(self.encode(self.guard(text))) == text for text in (hard, hard.strip(), "a\n", "  a", "\na "))
-        fine = fine and self.text(self.encode(self.terminator + "a b")) == self.terminator + "a b"
-        for asked in (hard.replace(self.terminator, ""), "a b"):
-            text = self._template([{"role": "user", "content": asked}, {"role": "assistant", "content": "A b."}, {"role": "user", "content": asked}],
-                                  generate=True)
-            fine = fine and self.encode(text) == self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not fine:
-            raise ValueError("the tokenizer changes text or reads it otherwise beside control tokens; choose a model with a byte-level BPE "
-                             "tokenizer, such as Qwen's, Llama-3's or SmolLM2's")
+        """ValueError for a tokenizer that changes text, or whose ids for a whole text are not those of its pieces."""
+        hard = " It's  A b\n\n {} ,ü日本🙂 ?\tn't !\n"
+        texts = hard.format(self.terminator), hard.strip(), "a\n", "  a", "\na "
+        written = {text: self.guard(text) for text in texts} | {self.terminator + "a b": self.terminator + "a b"}
+        talk = [{"role": role, "content": hard} for role in ("user", "assistant", "user")]
+        whole = self._template(talk, generate=True)
+        if any(self.text(self.encode(guarded)) != text for text, guarded in written.items()) or \
+                self.encode(whole) != self.tokenizer(whole, add_special_tokens=False)["input_ids"]:
+            raise ValueError("the tokenizer does not give texts back as they were, or reads them otherwise beside control "
+                             "tokens; choose a model with a byte-level BPE tokenizer, as in Qwen, Llama-3, SmolLM2")
 
     def _check_template(self):
-        """ValueError unless conversations rendered turn by turn are what the template makes of the whole, and nothing is lost.
+        """ValueError unless a conversation turn by turn is what the template makes of the whole, with nothing lost.
 
         But for empty think blocks, which templates write into the last assistant message only.
         """
-        def schema(name):
-            return {"type": "function", "function": {"name": name, "description": "d", "parameters": {
-                "type": "object", "properties": {"a": {"type": "integer", "description": "d"}}, "required": ["a"]}}}
-
-        def said(text):
-            return {"role": "assistant", "content": text}
-
-        def plain(ids):
-            return re.sub(r"<think>\s*</think>\s*", "", self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        tool = {"type": "function", "function": {"name": "ProbeTool", "description": "d", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer", "description": "d"}}, "required": ["a"]}}}
         call = Call("ProbeCall", {"a": 1, "b": "x"})
-        asked = said("") | {"tool_calls": [{"type": "function", "function": call._asdict()}]}
-        result, user = {"role": "tool", "name": "f"}, {"role": "user"}
-        rest = [said("ProbeB"), result | {"content": "ProbeC"}, result | {"content": "ProbeD"}, asked, result | {"content": "ProbeE"},
-                said("ProbeF"), user | {"content": "ProbeG", "tools": [schema("ProbeTool")]}, said("ProbeH"),
-                result | {"content": "ProbeI"}, user | {"content": "ProbeJ"}, said("ProbeK")]
-        for system, tools in ([], []), ([{"role": "system", "content": "ProbeSystem"}], [schema("ProbeOpen")]):
-            opening = [*system, user | {"content": "ProbeA"}]
-            ours = plain(self.conversation(opening + rest, tools)[0])
-            whole = [said(self.calls_text([call])) if message is asked and self.own_block else message for message in rest]
-            theirs = plain(self.encode(self._template(self._opening(opening, tools) + self._turns(whole), self._native(tools))))
-            words = [f"Probe{letter}" for letter in "ABCDEFGHIJK"] + ["ProbeCall", "ProbeTool"] + ["ProbeSystem", "ProbeOpen"] * len(system)
-            if not theirs.startswith(ours) or not all(word in ours for word in words):
-                raise ValueError("the chat template cannot be used: a conversation turn by turn is not what it makes of the whole")
+        roles = "user assistant tool tool assistant tool assistant user assistant tool user assistant".split()
+        messages = [{"role": role, "content": f"Probe {i}.", **({"name": "f"} if role == "tool" else {})}
+                    for i, role in enumerate(roles)]
+        messages[4].update(content="", tool_calls=[{"type": "function", "function": call._asdict()}])
+        messages[7]["tools"] = [tool]
+        for system, tools in ([], []), ([{"role": "system", "content": "Probe system."}], [tool]):
+            opening, shown = self._opening(system + messages[:1], tools)
+            told = [{"role": "assistant", "content": self.calls_text([call])}] if self.own_block else messages[4:5]
+            whole = self._template(opening + self._turns(messages[1:4] + told + messages[5:]), shown)
+            ours, theirs = (re.sub(r"<think>\s*</think>\s*", "", self.text(ids)) for ids in (
+                self.conversation(system + messages, tools)[0], self.encode(whole)))
+            words = ["ProbeCall"] + [message["content"] for message in system + messages]
+            lost = any(word not in ours for word in words) or ours.count("ProbeTool") <= len(tools)
+            if lost or not theirs.startswith(ours):
+                raise ValueError("the chat template cannot be used: it writes a conversation otherwise than turn by turn")
 
     def guard(self, text: str) -> str:
         """Text from outside, with every control-token string in it marked as text."""
@@ -386,12 +379,9 @@ class Renderer:
                 turns.append({**self._guard_all(kept), "content": content})
         return turns
 
-    def _native(self, tools):
-        """The tools that the template itself shall show."""
-        return None if self.own_block else self._guard_all(tools)
-
-    def _opening(self, messages, tools, goal=None) -> list[dict]:
-        """System messages and first user turn as the template shall see them: our block in the one or, without its role, the other."""
+    def _opening(self, messages, tools, goal=None):
+        """The opening as the template shall see it -> (messages, tools): our block is in the system message or, without
+        such a role, in the first user turn."""
         system = [self.guard(message["content"]) for message in messages if message["role"] == "system"]
         turns = self._turns([message for message in messages if message["role"] != "system"])
         first = next(turn for turn in turns if turn["role"] == "user")
@@ -402,19 +392,20 @@ class Renderer:
             system.append(block.format(tools=self.guard(self._show(tools))))
         if system and not self.system_role:
             first["content"] = "\n\n".join(system + [first["content"]])
-        return [{"role": "system", "content": "\n\n".join(system)}] * (self.system_role and bool(system)) + turns
+        elif system:
+            turns.insert(0, {"role": "system", "content": "\n\n".join(system)})
+        return turns, None if self.own_block else self._guard_all(tools)
 
     def prompt(self, messages: list[dict], tools: list[dict], goal: str | None = None) -> list[int]:
         """The opening of an episode, up to where the first assistant message begins.
 
         messages: system messages if any, then the first user turn; tools: JSON schemas; goal: HIGH, LOW or None.
         """
-        return self.encode(self._template(self._opening(messages, tools, goal), self._native(tools), generate=True))
+        return self.encode(self._template(*self._opening(messages, tools, goal), generate=True))
 
     def answer(self, messages: list[dict]) -> list[int]:
-        """What stands between the end of an assistant message and the start of the next: results, user turns or both."""
-        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}]
-        text = self._template(before + self._turns(messages), generate=True)
+        """What stands between the end of an assistant message and the start of the next: results, a user turn, both."""
+        text = self._template(FIRST + [{"role": "assistant", "content": SLOT}] + self._turns(messages), generate=True)
         return self.encode(self.terminator + text.partition(SLOT + self.terminator)[2])[1:]
 
     def calls_text(self, calls: list[Call]) -> str:
@@ -429,16 +420,14 @@ class Renderer:
         words, calls = message.get("content") or "", []
         for call in message.get("tool_calls") or []:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            try:
+            with suppress(ValueError, RecursionError):
                 arguments = _json.decode(arguments) if isinstance(arguments, str) else arguments
-            except (ValueError, RecursionError):
-                pass
             if not isinstance(arguments, dict):
                 raise ValueError(f"a demonstration's call of {name[:80]} has arguments that are no JSON object")
             calls.append(Call(name, arguments))
-        text = "\n".join(filter(None, [self.guard(words), self.calls_text(calls)])) if calls else self.guard(words)
+        text = "\n".join(filter(None, [self.guard(words), calls and self.calls_text(calls)]))
         if words and calls and parse_calls(text.replace(MARK, "")) != calls:
-            raise ValueError(f"a demonstration has words beside its call of {calls[0].name[:80]}, which this model's style cannot hold")
+            raise ValueError(f"a demonstration has words beside its call of {calls[0].name[:80]} that hide it in this style")
         return self.encode(self._lead + text + self.terminator)
 
     def conversation(self, messages, tools, goal=None) -> tuple[list[int], list[bool]]:
@@ -446,20 +435,14 @@ class Renderer:
 
         Ends after the last assistant message. Equals what the incremental calls give, id for id.
         """
-        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        spoken = [message["role"] == "assistant" for message in messages]
+        first, end = spoken.index(True), len(spoken) - spoken[::-1].index(True)
         ids = self.prompt(messages[:first], tools, goal)
         mask = [False] * len(ids)
-        pending = []
-        for message in messages[first:last + 1]:
-            if message["role"] != "assistant":
-                pending.append(message)
-                continue
-            between = self.answer(pending) if pending else []
-            said = self.assistant(message)
-            ids += between + said
-            mask += [False] * len(between) + [True] * len(said)
-            pending = []
+        for ours, group in groupby(messages[first:end], lambda message: message["role"] == "assistant"):
+            piece = sum(map(self.assistant, group), []) if ours else self.answer(list(group))
+            ids += piece
+            mask += [ours] * len(piece)
         return ids, mask
 
     def text(self, ids: list[int]) -> str:
