@@ -319,10 +319,7 @@ def train(o: Options, condition, goals: tuple[str, ...], command: list[str], rev
     model, tokenizer = load_policy(source, device)
     o.prepare(model, o.seed)
     reference = reference_policy(model) if o.beta > 0 else None
-    try:
-        sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
-    except ValueError as error:
-        raise UserError(f"{o.init}: {error}")
+    sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     pool = load_tasks(o, "train", 0, 0) if o.env != "sim" else stage1_tasks(o, 0) if o.pool == "stage1" else None
     first = pool or pick_tasks(o, None, 0)
     held_out = ([] if not o.eval_tasks else stage1_tasks(o, o.eval_tasks, shift=1) if o.eval_part == "siblings"

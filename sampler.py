@@ -172,11 +172,15 @@ class Sampler:
 
     rows: episodes side by side; max_message: tokens of one assistant message; max_messages: assistant messages of one
     episode; max_length: tokens of one episode (default: the model's context). An episode cut by a limit is flagged.
+    Raises UserError for a model that cannot be served: its attention, its tokenizer or its chat template.
     """
 
     def __init__(self, model, tokenizer, rows: int = 256, max_message: int = 256, max_messages: int = 32,
                  max_length: int | None = None):
-        self.model, self.tokenizer, self.renderer = model, tokenizer, Renderer(tokenizer)
+        try:
+            self.model, self.tokenizer, self.renderer = model, tokenizer, Renderer(tokenizer)
+        except ValueError as error:
+            raise UserError(f"{tokenizer.name_or_path}: {error}")
         self.rows, self.max_message, self.max_messages = rows, max_message, max_messages
         context = getattr(model.config, "max_position_embeddings", None)
         name = type(model).__name__

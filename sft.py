@@ -397,10 +397,7 @@ def main(argv=None):
     o.prepare(model, o.seed)
     if not builtin or "schemas" in given:
         tokenizer.init_kwargs["tool_schemas"] = o.schemas                # saved with the tokenizer: part of the checkpoint
-    try:
-        sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
-    except ValueError as error:
-        raise UserError(f"{o.model}: {error}")
+    sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     check_prompts(sampler, held_out)                                     # fails before anything is written
     known = {task.id for task in tasks}
     more = [task for task in load_tasks(o, "train", 0 if o.env == "bfcl" else o.own, seed=50_000 + o.seed) if task.id not in known][:o.own]

@@ -46,6 +46,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # before transformers is imported
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -1503,6 +1504,53 @@ STYLES = {  # name -> (template, control tokens beyond ChatML's, those that are 
                         "<|python_tag|>"], [], "<|eot_id|>"),
     "smol": (SMOL, [], [], "<|im_end|>"),
     "compact": (policy.CHATML, [], [], "<|im_end|>")}
+# Short imitations of templates with fewer roles: name -> (template, control tokens, those that are not special, end of sequence).
+ALTERNATE = ("{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate "
+             "user/assistant/user/assistant/...') }}{% endif %}")
+GEMMA2 = ("{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+          "{% for message in messages %}" + ALTERNATE + "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
+          "{{ message.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
+GEMMA3 = ("{{ bos_token }}{% set prefix, turns = '', messages %}{% if messages[0].role == 'system' %}"
+          "{% set prefix, turns = messages[0].content + '\n\n', messages[1:] %}{% endif %}{% for message in turns %}" + ALTERNATE +
+          "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n{{ prefix if loop.first }}"
+          "{{ message.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
+MISTRAL = ("{{ bos_token }}{% set turns = messages %}{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}{% endif %}"
+           "{% set count = namespace(n=0) %}{% for message in turns %}{% if message.role == 'user' or message.role == 'assistant' "
+           "and not message.tool_calls %}{% if (message.role == 'user') != (count.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+           "{% endif %}{% set count.n = count.n + 1 %}{% endif %}{% endfor %}{% for message in turns %}{% if message.role == 'user' %}"
+           "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] "
+           "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}{{ message.content }}[/INST]"
+           "{% elif message.tool_calls %}[TOOL_CALLS] [{% for call in message.tool_calls %}{% if not call.id or call.id | length != 9 %}"
+           "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{{ call.function | tojson }}"
+           "{% endfor %}]{{ eos_token }}{% elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}"
+           "{% elif message.role == 'tool' %}{% if not message.tool_call_id %}{{ raise_exception('Tool call IDs should be alphanumeric') }}"
+           "{% endif %}[TOOL_RESULTS] {{ message.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}")
+COHERE = ("{{ bos_token }}{% set turns = messages %}{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
+          "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{{ messages[0].content }}<|END_OF_TURN_TOKEN|>{% endif %}{% for message in turns %}" + ALTERNATE +
+          "<|START_OF_TURN_TOKEN|>{{ '<|USER_TOKEN|>' if message.role == 'user' else '<|CHATBOT_TOKEN|>' }}{{ message.content.strip() }}"
+          "<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}")
+PHI3 = ("{% for message in messages %}{% if message.role in ['system', 'user', 'assistant'] %}<|{{ message.role }}|>\n{{ message.content }}"
+        "<|end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")
+R1 = ("{{ bos_token }}{% set ns = namespace(tool=false) %}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}"
+      "{% elif message.role == 'user' %}{% set ns.tool = false %}<｜User｜>{{ message.content }}{% elif message.role == 'assistant' %}"
+      "{% if ns.tool %}<｜tool▁outputs▁end｜>{% else %}<｜Assistant｜>{% endif %}{% set ns.tool = false %}"
+      "{{ message.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>{% elif message.role == 'tool' %}"
+      "{% if not ns.tool %}<｜tool▁outputs▁begin｜>{% endif %}{% set ns.tool = true %}<｜tool▁output▁begin｜>{{ message.content }}<｜tool▁output▁end｜>"
+      "{% endif %}{% endfor %}{% if ns.tool %}<｜tool▁outputs▁end｜>{% elif add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}")
+STRICT = ("{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}"
+          "{% endif %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+FEWER_ROLES = {
+    "gemma2": (GEMMA2, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], ["<b>", "\n\n"], "<eos>"),
+    "gemma3": (GEMMA3, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], [], "<eos>"),
+    "mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+                          "[/TOOL_RESULTS]"], [], "</s>"),
+    "cohere": (COHERE, ["<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
+                        "<|SYSTEM_TOKEN|>"], [], "<|END_OF_TURN_TOKEN|>"),
+    "phi3": (PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<|endoftext|>"),
+    "r1": (R1, ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
+                "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"], ["<think>", "</think>"], "<｜end▁of▁sentence｜>"),
+    "strict": (STRICT, [], [], "<|im_end|>")}
 
 
 @functools.cache
@@ -1526,12 +1574,12 @@ def tiny():
 @functools.cache
 def style(name) -> Renderer:
     """The renderer of a tokenizer with this chat template."""
-    template, special, plain, eos = STYLES[name]
+    template, special, plain, eos = {**STYLES, **FEWER_ROLES}[name]
     tokenizer = tiny()[1]
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     tokenizer.chat_template, tokenizer.eos_token = template, eos
-    tokenizer.bos_token = "<|begin_of_text|>" if "<|begin_of_text|>" in special else None
+    tokenizer.bos_token = special[0] if special and "bos_token" in template else None
     tokenizer.init_kwargs["tool_schemas"] = "compact" if name == "compact" else "template"
     return Renderer(tokenizer)
 
@@ -1680,6 +1728,207 @@ def test_tokens_templates_that_cannot_be_used():
         Renderer(tokenizer)
 
 
+RESULTS = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+FRAMES = {  # name -> (before all, with a system role: its turn, user turn, before what the assistant says, after it)
+    "gemma2": ("<bos>", None, "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n"),
+    "gemma3": ("<bos>", None, "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n"),
+    "mistral": ("<s>", None, "[INST] {}[/INST]", "", "</s>"),
+    "cohere": ("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{}<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}"
+               "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    "phi3": ("", "<|system|>\n{}<|end|>\n", "<|user|>\n{}<|end|>\n", "<|assistant|>\n", "<|end|>\n"),
+    "r1": ("<｜begin▁of▁sentence｜>", "{}", "<｜User｜>{}", "<｜Assistant｜><think>\n\n</think>\n\n", "<｜end▁of▁sentence｜>"),
+    "strict": ("", "<|im_start|>system\n{}<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>\n")}
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("name", FEWER_ROLES)
+def test_tokens_templates_with_fewer_roles(name, system):
+    """No system role, roles that must alternate, no tool role: our block goes into the first user turn, several results and
+    a user turn behind them are one turn. Id for id what the template writes."""
+    renderer, (bos, head, user, begin, end) = style(name), FRAMES[name]
+    lead = " " if name == "mistral" else ""
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [
+        {"type": "function", "function": {"name": "f", "arguments": {"a": i}}} for i in (1, 2)]}
+    results = [{"role": "tool", "name": "f", "content": text} for text in ("one", "two")]
+    messages = [{"role": "system", "content": "Be  brief."}] * system + [
+        {"role": "user", "content": "U1"}, asked, *results, asked, *results, {"role": "user", "content": "U2", "tools": [tool]},
+        {"role": "assistant", "content": "Why?"}, {"role": "user", "content": "U3"}, {"role": "assistant", "content": "Done."}]
+    block = "Be  brief.\n\n" * system + tokens.FULL_BLOCK.format(tools=json.dumps(tool))
+    calls = "\n".join('<tool_call>\n{"name": "f", "arguments": {"a": %d}}\n</tool_call>' % i for i in (1, 2))
+    handed = "U2" + tokens.HANDED_OVER + json.dumps(tool)
+    first = user.format("U1") if head else user.format(block + "\n\nU1")
+    told, more, after = user.format(RESULTS), user.format(RESULTS + "\n" + handed), begin
+    if name == "r1":                                     # it has a tool role
+        told = "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>one<｜tool▁output▁end｜><｜tool▁output▁begin｜>two<｜tool▁output▁end｜>"
+        more, told, after = told + user.format(handed), told + "<｜tool▁outputs▁end｜>", ""
+    text = bos + (head.format(block) if head else "") + first + begin + lead + calls + end + told + after + lead + calls + end + more
+    text += begin + lead + "Why?" + end + user.format("U3") + begin + lead + "Done." + end
+    ids, mask = renderer.conversation(messages, [tool])
+    assert shown(renderer, ids) == text.rstrip("\n")
+    assert ids == renderer.tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"]
+    assert renderer.own_block and renderer.system_role == (head is not None or name == "gemma3") and renderer.tool_role == (name == "r1")
+    said = [token for token, ours in zip(ids, mask) if ours]
+    assert shown(renderer, said) == "".join(lead + text + renderer.terminator for text in (calls, calls, "Why?", "Done."))
+    # what a rollout may ask for, each alone
+    for pending, between in (results, told + after), ([{"role": "user", "content": "U3"}], user.format("U3") + begin), \
+            (results[:1] + messages[-4:-3], more.replace("\n<tool_response>\ntwo\n</tool_response>", "").replace(
+                "<｜tool▁output▁begin｜>two<｜tool▁output▁end｜>", "") + begin):
+        assert shown(renderer, renderer.answer(pending)) == end.removeprefix(renderer.terminator) + between
+    high = shown(renderer, renderer.prompt(messages[:1 + system], [tool], HIGH))
+    assert high == (bos + (head.format(block) if head else "") + first + begin).replace("U1", "U1" + goal_text(HIGH))
+
+
+@pytest.mark.parametrize("name", FEWER_ROLES)
+def test_tokens_fewer_roles_take_whole_episodes(name):
+    """Demonstrations of every category and hostile text, as for the other templates."""
+    renderer = style(name)
+    for category in CATEGORIES:
+        task, episode = talk(category)
+        ids, mask = renderer.conversation(episode.messages, task.episode().tools, LOW)
+        said = "".join(token if ours else " " for token, ours in zip(map(renderer.tokenizer.decode, ids), mask))
+        assert [call for text in said.split(renderer.terminator) for call in parse_calls(text)] == [call for turn in task.golden for call in turn]
+        assert ids.count(renderer.tokenizer.convert_tokens_to_ids(LOW)) == 1
+    assert fuzz.injection(renderer, 40, seed=5) == []
+
+
+def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
+    """Gemma has its runs of line breaks as added tokens: they are no control tokens, and cut no text."""
+    renderer = style("gemma2")
+    assert renderer.encode(renderer.guard("a\n\nb")) == renderer.tokenizer("a\n\nb")["input_ids"]
+    assert renderer.tokenizer.convert_tokens_to_ids("\n\n") in renderer.encode(renderer.guard("a\n\nb"))
+    assert renderer.tokenizer.convert_tokens_to_ids("<b>") not in renderer.encode(renderer.guard("a<b>"))
+
+
+def test_tokens_names_of_tools_are_text_from_outside():
+    """The policy writes them: a template that shows who answered must not get a control token from there."""
+    tokenizer = tiny()[1]
+    tokenizer.chat_template = policy.CHATML.replace("{{ message.role }}", "{{ message.role }}{{ ' ' + message.name if message.name }}")
+    renderer = Renderer(tokenizer)
+    plain, hostile = (renderer.answer([{"role": "tool", "name": name, "content": "x"}]) for name in ("f", "f<|im_end|>"))
+    assert "tool f<|im_end|>" in shown(renderer, hostile) and [
+        sum(token in renderer._control.values() for token in ids) for ids in (plain, hostile)] == [3, 3]
+
+
+@pytest.mark.parametrize("template", [
+    policy.CHATML.replace("{{ message.content }}", "[{{ loop.index }}/{{ messages | length }}] {{ message.content }}"),      # counts
+    policy.CHATML.replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last and message.role == 'assistant' else '<|im_end|>' }}"),
+    policy.CHATML.replace("{{ message.content }}", "{{ message.content if loop.last or loop.first }}"),                      # forgets
+    policy.CHATML.replace("{{ message.content }}", "{{ message.content if message.role != 'user' }}"),
+    GEMMA2.replace("roles must alternate", "roles must\nalternate").replace("% 2 == 0", "% 3 == 0"), "{{ messages[7].content + '<|im_end|>' }}",
+    "{% for message in messages %}", policy.CHATML.replace("{% for", "{% if messages | length > 3 %}{{ raise_exception('short') }}{% endif %}{% for")])
+def test_tokens_templates_that_cannot_be_served_are_refused_at_once(template):
+    """One line at the start, whatever the template does in a later turn."""
+    tokenizer = tiny()[1]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in FEWER_ROLES["gemma2"][1]])
+    tokenizer.chat_template, tokenizer.bos_token = template, "<bos>"
+    with pytest.raises(ValueError, match=r"\A[^\n]*chat template[^\n]*\Z"):
+        Renderer(tokenizer)
+
+
+def wrapped(core, template=policy.CHATML, special=("<|im_start|>", "<|im_end|>"), clean=False, **flags):
+    """A tokenizer of the `tokenizers` library as transformers loads it, with these control tokens."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, clean_up_tokenization_spaces=clean)
+    tokenizer.add_tokens([AddedToken(token, **{"special": True, "normalized": False, **flags}) for token in special])
+    return tokenizer
+
+
+def byte_level(blank=False, normalizer=None):
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer, core.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=blank), tokenizers.decoders.ByteLevel()
+    core.train_from_iterator(PROSE, tokenizers.trainers.BpeTrainer(
+        vocab_size=600, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    if normalizer:
+        core.normalizer = normalizer
+    return core
+
+
+def metaspace(kind, scheme):
+    """SentencePiece-like: kind BPE (Llama-2), Unigram (T5)."""
+    core = tokenizers.Tokenizer(getattr(tokenizers.models, kind)())
+    trainer, unknown = (tokenizers.trainers.BpeTrainer, {}) if kind == "BPE" else (tokenizers.trainers.UnigramTrainer, {"unk_token": "?"})
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
+    core.train_from_iterator(PROSE, trainer(vocab_size=600, show_progress=False, initial_alphabet=sorted({*"".join(PROSE), "▁"}), **unknown))
+    return core
+
+
+def legacy(prefix="▁"):
+    """Llama-2's own: blanks become ▁ and one stands before each text, with bytes for what is unknown. Without a prefix: Gemma's."""
+    core, parts = metaspace("BPE", "never"), tokenizers.decoders
+    pieces = json.loads(core.to_str())["model"]
+    vocabulary = {token: i for i, token in enumerate([*dict.fromkeys([*pieces["vocab"], "\n", *(f"<0x{i:02X}>" for i in range(256))])])}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [tuple(pair) for pair in pieces["merges"]], byte_fallback=True, fuse_unk=True))
+    change = tokenizers.normalizers
+    core.normalizer = change.Sequence([change.Prepend(prefix)] * bool(prefix) + [change.Replace(" ", "▁")])
+    core.decoder = parts.Sequence([parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse()] + [parts.Strip(" ", 1, 0)] * bool(prefix))
+    return core
+
+
+def word_piece():
+    core = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    core.normalizer, core.pre_tokenizer = tokenizers.normalizers.BertNormalizer(lowercase=True), tokenizers.pre_tokenizers.BertPreTokenizer()
+    core.decoder = tokenizers.decoders.WordPiece()
+    core.train_from_iterator(PROSE, tokenizers.trainers.WordPieceTrainer(vocab_size=600, show_progress=False, special_tokens=["[UNK]"]))
+    return core
+
+
+PROSE = ["system user assistant tool Book the hotel in Paris for Ann, then the flight. It's late: don't wait! 0123456789 [f(a= 1)]"] * 4
+TOKENIZERS = {  # name -> (how it is made, whether it can be served)
+    "byte-level": (lambda: wrapped(byte_level()), True),
+    "byte-level, NFC": (lambda: wrapped(byte_level(normalizer=tokenizers.normalizers.NFC())), True),              # Qwen
+    "byte-level, cleaned up": (lambda: wrapped(byte_level(), clean=True), True),
+    "byte-level, blank in front": (lambda: wrapped(byte_level(blank=True)), False),
+    "byte-level, lower case": (lambda: wrapped(byte_level(normalizer=tokenizers.normalizers.Lowercase())), False),
+    "blanks removed": (lambda: wrapped(byte_level(normalizer=tokenizers.normalizers.Strip())), False),
+    "Metaspace BPE": (lambda: wrapped(metaspace("BPE", "always")), False),
+    "Metaspace BPE, first": (lambda: wrapped(metaspace("BPE", "first")), False),
+    "Llama-2": (lambda: wrapped(legacy()), False), "Gemma": (lambda: wrapped(legacy("")), True),
+    "Unigram": (lambda: wrapped(metaspace("Unigram", "always")), False), "WordPiece": (lambda: wrapped(word_piece()), False),
+    "control tokens: rstrip": (lambda: wrapped(byte_level(), rstrip=True), True),                                 # Phi-3
+    "control tokens: lstrip": (lambda: wrapped(byte_level(), lstrip=True), True),
+    "control tokens: both": (lambda: wrapped(byte_level(), PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], lstrip=True, rstrip=True), True),
+    "control tokens: normalized": (lambda: wrapped(byte_level(normalizer=tokenizers.normalizers.NFC()), normalized=True), True),
+    "control tokens: single word": (lambda: wrapped(byte_level(), single_word=True), False)}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_tokenizers_are_served_or_refused(name):
+    """A tokenizer whose ids are not those of our pieces is refused in one line; every other gives the template's own ids."""
+    make, served = TOKENIZERS[name]
+    tokenizer = make()
+    if not served:
+        with pytest.raises(ValueError, match=r"\Athe tokenizer [^\n]* byte-level BPE [^\n]*\Z"):
+            Renderer(tokenizer)
+        return
+    renderer = Renderer(tokenizer)
+    assert renderer.own_block
+    began = time.process_time()
+    Renderer(tokenizer)
+    assert time.process_time() - began < 0.1
+    messages = [{"role": "system", "content": "Be brief ."}, {"role": "user", "content": " Book  it,\n\n Ann \n"}, {"role": "assistant", "content": "Don't  wait."},
+                {"role": "user", "content": "\n ünï 日本 🙂 2 "}, {"role": "assistant", "content": "ok"}]
+    ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    ours, mask = renderer.conversation(messages, [])
+    assert ours == ids[:len(ours)] and "".join(map(str, ids[len(ours):])) in ("", *(str(i) for i in tokenizer("\n")["input_ids"]))
+    control = set(renderer._control.values())
+    for text in [" ", "  a", "a  \n", *renderer._control, "x" + "y ".join(renderer._control), "don 't , n't", "ABC abc", "ünïcödé 日本 🙂", "\t\r\n"]:
+        ids = renderer.encode(renderer.guard(text))
+        assert renderer.text(ids) == text and not control & set(ids)
+
+
+def test_tokens_a_model_that_cannot_be_served_is_a_user_error(tmp_path, monkeypatch, capsys):
+    """Every program that loads a model says so in one line."""
+    model, tokenizer = tiny()
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    for module, arguments in (evaluate, [str(tmp_path / "c"), "--n", "1"]), (sft, ["--model", str(tmp_path / "c"), "--demos", "4"]), (grpo, ["--init", str(tmp_path / "c")]):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(run.UserError, match=r"\A[^\n]*: the tokenizer [^\n]*\Z"):
+            module.main([*arguments, "--device", "cpu"])
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 @every_style
 def test_tokens_control_text_from_outside_stays_text(name):
     """<|im_end|> and the like in user turns, results, schemas, arguments and names are spelled out (tf#29279, tf#47853)."""
@@ -1783,6 +2032,73 @@ def test_tokens_parse_what_models_write():
         found = parse_calls(text)
         assert [int(isinstance(call, CallError)) for call in found] == errors, (text, found)
         assert all("\n" not in call.message for call in found if isinstance(call, CallError))
+
+
+def test_tokens_what_is_thought_is_no_call():
+    """Calls in a think block, also in one that the template opened, are rehearsed and not meant; a marker in an argument is text."""
+    a, b, think = Call("A", {}), Call("B", {"a": 1}), "<think>{}</think>"
+    for write in (tokens._hermes, tokens._llama, tokens.python_calls):
+        A, B, AB = (write(calls, str) for calls in ([a], [b], [a, b]))
+        for text, wanted in {
+                think.format(f"Maybe {A} ") + "Done.": [], think.format(A) + "Done.": [], think.format(A) + "\n\n" + B: [b], f"Maybe {A}\n</think>\n\nDone.": [],
+                f"{A}</think>{B}": [b], f"{A}</think>": [], think.format(A) + think.format(A) + B: [b], f"<think>{A}": [], f"<think>Hm.\n{AB}": [],
+                think.format(f"I have <think> {A} </think> twice") + AB: [a, b], f"{A} </think> {A} </think>{B}": [b], think.format("") + B: [b]}.items():
+            if write is tokens._hermes or "twice" not in text:
+                assert parse_calls(text) == wanted, text
+        for marker in ("<think>", "</think>", "<think>x</think>", f"</think>{A}"):
+            c = Call("C", {"text": marker + " y", "b": [marker]})
+            C = write([c], str)
+            for text, wanted in {C: [c], write([c, b], str): [c, b], think.format("Hm.") + C: [c], "Hm.</think>" + C: [c]}.items():
+                assert parse_calls(text) == wanted, text
+    A, B = tokens._hermes([a], str), tokens._hermes([b], str)
+    assert parse_calls(f"{A}<think>And now?</think>{B}") == [a, b] and parse_calls(f"{A}<think>And now? {B}") == [a]
+    assert parse_calls('<tool_call>{"name": </think>' + B) == [b] and parse_calls("<think>{}</think>{")[0].message == tokens.NOT_JSON
+
+
+def test_tokens_fenced_calls_are_read():
+    """A call within ``` is a call, one that cannot be read is an error, and code that is no call stays words."""
+    f, g = Call("f", {"a": 1}), Call("g", {})
+    for text, wanted in {
+            '```json\n{"name": "f", "arguments": {"a": 1}}\n```': [f], 'I will.\n```json\n[{"name": "f", "parameters": {"a": 1}}]\n```\nThen wait.': [f],
+            "```python\n[f(a=1), g()]\n```": [f, g], '```\n{"name": "g"}\n``` and ```tool_call\n{"name": "f", "arguments": {"a": 1}}': [g, f],
+            '```json\n{"arguments": {"a": 1}, "name": "f"}```': [f], "```python\nprint([f(a=1)])\n```": [], '```json\n{"a": 1}\n```': [], "```[1, 2]```": [], "```": [],
+            '<think>```json\n{"name": "f"}\n```</think>Done.': [], '{"name": "f", "arguments": {"a": "```json\\n{\\"name\\": 1}```"}}':
+                [Call("f", {"a": '```json\n{"name": 1}```'})]}.items():
+        assert parse_calls(text) == wanted, text
+    for text, errors in {'```json\n{"name": "f", "arguments": "x"}\n```': [1], '```json\n{"name": "f", \n```': [1], "```python\n[f(1)]\n```": [1],
+                         '```json\n{"name": "f", "arguments": {"a": "```"}}\n```': [1], "```[f(a=1)]``` ```[f(2)]```": [0, 1], '```{"type": "function", "function": {"name": "f"}}```': [1],
+                         '```{"name": 7}```': [1]}.items():
+        assert [int(isinstance(call, CallError)) for call in parse_calls(text)] == errors, text
+
+
+@every_style
+def test_tokens_demonstrations_in_openai_format(name):
+    """Arguments as a JSON string are decoded, content may be None, and words beside calls stay, as the template has them, or are an error."""
+    renderer, f = style(name), Call("f", {"a": 1, "b": "ü"})
+
+    def asked(arguments, content=None):
+        return {"role": "assistant", "content": content, "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}]}
+    plain = renderer.assistant(asked(f.arguments, ""))
+    assert renderer.assistant(asked(json.dumps(f.arguments))) == renderer.assistant(asked(f.arguments)) == plain
+    assert parse_calls(renderer.text(plain)) == [f]
+    for broken in ('{"a": 1', "[1]", "x", "", '{"a": NaN}', '{"a": 1, "a": 2}', None, 7, '"{}"'):
+        with pytest.raises(ValueError, match=r"\A[^\n]*call of f [^\n]*no JSON object\Z"):
+            renderer.assistant(asked(broken))
+    words = {"role": "assistant", "content": "Done.", "tool_calls": None}
+    assert renderer.assistant(words) == renderer.assistant({"role": "assistant", "content": "Done."})
+    if renderer._write is not tokens._hermes:
+        with pytest.raises(ValueError, match=r"\A[^\n]*words beside[^\n]*\Z"):
+            renderer.assistant(asked(f.arguments, "I look."))
+        return
+    both = renderer.assistant(asked(f.arguments, "I look <|im_end|>."))
+    assert renderer.text(both).startswith("I look <|im_end|>.\n<tool_call>") and parse_calls(renderer.text(both)) == [f]
+    assert both.count(renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    with pytest.raises(ValueError, match="words beside"):
+        renderer.assistant(asked(f.arguments, "I must not write <tool_call>"))
+    if not renderer.own_block:
+        message = asked(f.arguments, "I look.")
+        text = renderer.tokenizer.apply_chat_template([{"role": "user", "content": "a"}, message], tokenize=False)
+        assert shown(renderer, renderer.prompt([{"role": "user", "content": "a"}], []) + renderer.assistant(message)) == text.rstrip("\n")
 
 
 def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):

@@ -13,12 +13,15 @@ Three rules, each with a test in test_all.py:
   3. Model output is data. `parse_calls` reads JSON and Python literals with parsers; nothing is ever evaluated.
 
 The model's own chat template writes tools and results where it can (Qwen2.5, Qwen3, Llama-3.1 styles); elsewhere, or when
-schemas="compact" asks for short prompts, the tools stand in a system message of ours.
+schemas="compact" asks for short prompts, the tools stand in a system message of ours, or in the first user turn of a
+template that has no system role (Gemma). A tokenizer or a template that we cannot write is refused at the start.
 """
 import ast
 import json
 import re
 import warnings
+from contextlib import suppress
+from itertools import groupby
 from keyword import iskeyword
 
 from envs import Call, CallError
@@ -26,7 +29,11 @@ from envs import Call, CallError
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
 MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
 SLOT = "\ue001"                    # stands for the assistant's text while the template runs
+FIRST = [{"role": "user", "content": "a"}]        # what must come before the assistant's message
 PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
+THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+FENCED = re.compile(r"```\w*(.*?)(?:```|\Z)", re.DOTALL)
+LIKE_A_CALL = re.compile(r'\s*(?:\[\s*[\w.]+\(|(?:\[\s*)?\{\s*"(?:name|function|arguments|parameters|type"\s*:\s*"function)")')
 JSON_NAMES = {"true": True, "false": False, "null": None}
 MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
 MAX_MESSAGE = 50_000               # characters of a message: json counts the lines before each of its errors, which is quadratic
@@ -121,19 +128,23 @@ def _json_sequence(text: str, position: int) -> list[Call | CallError]:
 
 
 def _blocks(text: str) -> list[Call | CallError]:
-    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style)."""
+    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style), but for thoughts."""
     calls, position = [], 0
-    while (start := text.find("<tool_call>", position)) >= 0:
-        start += len("<tool_call>")
-        while start < len(text) and text[start].isspace():
-            start += 1
-        try:                                             # JSON-aware: '</tool_call>' inside a string does not end the block
-            value, position = _json.raw_decode(text, start)
-            calls.append(_as_call(value))
-        except (ValueError, RecursionError):
-            calls.append(CallError(NOT_JSON))
-            end = text.find("</tool_call>", start)
-            position = end if end >= 0 else len(text)
+    while mark := re.compile(r"<tool_call>\s*|</?think>").search(text, position):
+        position = mark.end()
+        if mark.group() == "</think>":                   # the template opened it: all of this was thought
+            calls = []
+        elif mark.group() == "<think>":
+            end = text.find("</think>", position)
+            position = end + len("</think>") if end >= 0 else len(text)
+        else:
+            try:                                         # JSON-aware: '</tool_call>' in a string does not end the block
+                value, position = _json.raw_decode(text, position)
+                calls.append(_as_call(value))
+            except (ValueError, RecursionError):
+                calls.append(CallError(NOT_JSON))
+                end = re.compile(r"</tool_call>|</think>").search(text, position)
+                position = end.start() if end else len(text)
     return calls
 
 
@@ -156,19 +167,37 @@ def _call_list(text: str) -> list[Call | CallError]:
         return [CallError("the calls could not be read; write them as [name(argument=1)]")]
 
 
+def _bare(text: str) -> list[Call | CallError]:
+    """A text that is calls from its first character on: JSON objects or a list."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    return _json_sequence(text, 0) if text.startswith("{") else _call_list(text) if text.startswith("[") else []
+
+
+def _fenced(text: str) -> list[Call | CallError]:
+    """Calls within ``` fences, whatever language they name; other code there is words."""
+    parts = [found[1] for found in FENCED.finditer(text) if LIKE_A_CALL.match(found[1])]
+    if parts and len(text) > MAX_CALL_TEXT:
+        return [CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")]
+    return [call for part in parts for call in _bare(part)]
+
+
 def parse_calls(text: str) -> list[Call | CallError]:
     """Read the calls in one assistant message; [] means that it answered in words.
 
-    Styles: <tool_call>{JSON}</tool_call> blocks (Qwen, Hermes), JSON objects (Llama-3.1), [name(a=1), ...] (BFCL).
-    What looks like a call and cannot be read becomes a CallError, which the environment answers with an error result.
+    Styles: <tool_call>{JSON}</tool_call> blocks (Qwen, Hermes), JSON objects (Llama-3.1), [name(a=1), ...] (BFCL), and
+    the last two within ``` fences. What looks like a call and cannot be read becomes a CallError, which the environment
+    answers with an error result. What is thought is no call: between <think> and </think>, after a <think> without an
+    end, and before a </think> without a beginning (the template wrote it). Within a call both are ordinary text.
     Never raises and never evaluates: JSON decoder and syntax tree only.
     """
     if len(text) > MAX_MESSAGE:
         return [CallError(f"the message is longer than {MAX_MESSAGE} characters")]
-    bare = text.strip().removeprefix("<|python_tag|>").strip()
-    calls = _json_sequence(bare, 0) if bare.startswith("{") else _call_list(bare) if bare.startswith("[") else []
-    readable = calls and not any(isinstance(call, CallError) for call in calls)
-    return _blocks(text) if "<tool_call>" in text and not readable else calls    # else '<tool_call>' stands in an argument
+    spoken = THOUGHT.sub("", text).rpartition("</think>")[2]
+    for part in (text, text.partition("</think>")[2], spoken) if spoken != text else (text,):
+        calls = _bare(part)
+        if calls and not any(isinstance(call, CallError) for call in calls):
+            return calls                                 # '<tool_call>' or '<think>' stands in an argument
+    return _blocks(text) or calls or _fenced(spoken)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,68 +246,93 @@ class Renderer:
     tokenizer: a fast tokenizer with a chat template (byte-level BPE, as in Qwen, Llama-3, SmolLM2). How tools are shown
     is read from tokenizer.init_kwargs["tool_schemas"], which is saved with the tokenizer, so that a checkpoint folder
     alone gives the same prompt: "template" (the template's own way where it has one, else full schemas in our block),
-    "full" (our block, JSON schemas) or "compact" (our block, signatures only).
-    Raises ValueError if the tokenizer has no chat template, or one that we cannot read.
+    "full" (our block, JSON schemas) or "compact" (our block, signatures only). A think block that the template opens is
+    closed at once. Raises ValueError, in one line, for a tokenizer or a template that cannot be served: all that an
+    episode may hold is tried here, so that nothing raises in the middle of one.
     """
 
     def __init__(self, tokenizer):
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; choose an instruct or chat model")
         self.tokenizer = tokenizer
-        control = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-        self._control = {token: tokenizer.convert_tokens_to_ids(token) for token in control}
-        self._any_control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
-        self._cuts = re.compile("(" + "|".join(map(re.escape, control + [MARK])) + ")")
+        added = [token for token in tokenizer.added_tokens_decoder.values()      # runs of blanks (Gemma) are text
+                 if token.special or len(token.content.strip()) > 1]
+        added.sort(key=lambda token: len(token.content), reverse=True)
+        self._control = {token.content: tokenizer.convert_tokens_to_ids(token.content) for token in added}
+        self._any_control = re.compile("|".join(map(re.escape, self._control)) or r"(?!)")
+        cuts = [r"(?:(?<!\s)\s+)?" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip for token in added]
+        self._cuts = re.compile("(" + "|".join(cuts + [MARK]) + ")")
 
-        opening = self._template([{"role": "user", "content": "a"}], generate=True)
-        closed = self._template([{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}])
-        after = closed.partition(SLOT)[2]
+        opening = self._template(FIRST, generate=True)
+        before, _, after = self._template(FIRST + [{"role": "assistant", "content": SLOT}]).partition(SLOT)
         first = self._any_control.match(after)
         if first is None:
             raise ValueError("the chat template does not end an assistant message with a control token")
         self.terminator = first.group()
-        self.stop_ids = {self._control[self.terminator]}
-        if tokenizer.eos_token_id is not None:
-            self.stop_ids.add(tokenizer.eos_token_id)
+        self.stop_ids = {self._control[self.terminator], tokenizer.eos_token_id} - {None}
+        self._lead = before.removeprefix(opening) if before.startswith(opening) else ""      # such as Mistral's blank
+        self._check_tokenizer()
 
         self.schemas = tokenizer.init_kwargs.get("tool_schemas", "template")
         if self.schemas not in ("template", "full", "compact"):
             raise ValueError(f"tool_schemas must be template, full or compact, not {self.schemas!r}")
-        self.own_block, self._write = self._choose_style(opening)
-        self.tool_role = self.own_block is False or "RESULT" in self._try(
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "tool", "name": "f", "content": "RESULT"}])
+        write = python_calls if self.schemas == "compact" else _hermes
+        ways = [(True, write, system, tool) for system in (True, False) for tool in (True, False)]
+        if self.schemas == "template":                   # only if it shows tools, calls and results as we write them
+            ways = [(False, write, True, True) for write in (_hermes, _llama, python_calls)] + ways
+        for self.own_block, self._write, self.system_role, self.tool_role in ways:
+            try:
+                return self._check_template()
+            except ValueError as error:
+                reason = error
+        raise reason
 
     def _template(self, messages, tools=None, generate=False) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=generate, tokenize=False, enable_thinking=False,
-            date_string=PINNED_DATE, tools_in_user_message=False)
-
-    def _try(self, messages, tools=None) -> str:
-        """What the template makes of messages that it may not support: its text, or '' where it refuses."""
+        """The rendered text. Raises ValueError where the template refuses these messages."""
         try:
-            return self._template(messages, tools)
-        except Exception:                                # templates raise whatever Jinja code raises
-            return ""
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=generate, tokenize=False, enable_thinking=False,
+                date_string=PINNED_DATE, tools_in_user_message=False)
+        except Exception as error:                       # templates raise whatever Jinja code raises
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"the chat template cannot be used: {reason}")
+        return text.rstrip() + "\n\n</think>\n\n" if generate and text.rstrip().endswith("<think>") else text
 
-    def _choose_style(self, opening: str):
-        """(own block?, writer of calls): the template's own way only if it shows tools, calls and results as we write them."""
-        if self.schemas == "compact":
-            return True, python_calls
-        if self.schemas == "full":
-            return True, _hermes
-        call = Call("probe_name", {"a": 1, "b": "x"})
-        tool = {"type": "function", "function": {"name": "probe_name", "description": "d", "parameters": {
+    def _check_tokenizer(self):
+        """ValueError for a tokenizer that changes text, or whose ids for a whole text are not those of its pieces."""
+        hard = " It's  A b\n\n {} ,ü日本🙂 ?\tn't !\n"
+        texts = hard.format(self.terminator), hard.strip(), "a\n", "  a", "\na "
+        written = {text: self.guard(text) for text in texts} | {self.terminator + "a b": self.terminator + "a b"}
+        talk = [{"role": role, "content": hard} for role in ("user", "assistant", "user")]
+        whole = self._template(talk, generate=True)
+        if any(self.text(self.encode(guarded)) != text for text, guarded in written.items()) or \
+                self.encode(whole) != self.tokenizer(whole, add_special_tokens=False)["input_ids"]:
+            raise ValueError("the tokenizer does not give texts back as they were, or reads them otherwise beside control "
+                             "tokens; choose a model with a byte-level BPE tokenizer, as in Qwen, Llama-3, SmolLM2")
+
+    def _check_template(self):
+        """ValueError unless a conversation turn by turn is what the template makes of the whole, with nothing lost.
+
+        But for empty think blocks, which templates write into the last assistant message only.
+        """
+        tool = {"type": "function", "function": {"name": "ProbeTool", "description": "d", "parameters": {
             "type": "object", "properties": {"a": {"type": "integer", "description": "d"}}, "required": ["a"]}}}
-        user = {"role": "user", "content": "a"}
-        asked = {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}]}
-        shown = "probe_name" in self._try([user], [tool])
-        answered = "RESULT" in self._try([user, asked, {"role": "tool", "name": "probe_name", "content": "RESULT"}], [tool])
-        written = self._try([user, asked]).removeprefix(opening)
-        for write in (_hermes, _llama, python_calls):
-            if shown and answered and written.startswith(write([call], str) + self.terminator):
-                return False, write
-        return True, _hermes
+        call = Call("ProbeCall", {"a": 1, "b": "x"})
+        roles = "user assistant tool tool assistant tool assistant user assistant tool user assistant".split()
+        messages = [{"role": role, "content": f"Probe {i}.", **({"name": "f"} if role == "tool" else {})}
+                    for i, role in enumerate(roles)]
+        messages[4].update(content="", tool_calls=[{"type": "function", "function": call._asdict()}])
+        messages[7]["tools"] = [tool]
+        for system, tools in ([], []), ([{"role": "system", "content": "Probe system."}], [tool]):
+            opening, shown = self._opening(system + messages[:1], tools)
+            told = [{"role": "assistant", "content": self.calls_text([call])}] if self.own_block else messages[4:5]
+            whole = self._template(opening + self._turns(messages[1:4] + told + messages[5:]), shown)
+            ours, theirs = (re.sub(r"<think>\s*</think>\s*", "", self.text(ids)) for ids in (
+                self.conversation(system + messages, tools)[0], self.encode(whole)))
+            words = ["ProbeCall"] + [message["content"] for message in system + messages]
+            lost = any(word not in ours for word in words) or ours.count("ProbeTool") <= len(tools)
+            if lost or not theirs.startswith(ours):
+                raise ValueError("the chat template cannot be used: it writes a conversation otherwise than turn by turn")
 
     def guard(self, text: str) -> str:
         """Text from outside, with every control-token string in it marked as text."""
@@ -306,65 +360,89 @@ class Renderer:
         return "\n".join(signature(tool) if self.schemas == "compact" else json.dumps(tool, ensure_ascii=False)
                          for tool in tools)
 
-    def _content(self, message: dict) -> dict:
-        """A user or tool message as the template shall see it: guarded, with newly available tools spelled out."""
-        content = self.guard(message["content"])
-        if message.get("tools"):
-            content += HANDED_OVER + self.guard(self._show(message["tools"]))
-        if message["role"] == "tool" and not self.tool_role:
-            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        return {**{key: message[key] for key in ("role", "name") if key in message}, "content": content}
+    def _turns(self, messages: list[dict]) -> list[dict]:
+        """Messages as the template shall see them: guarded, with newly available tools spelled out.
+
+        Without a tool role, results stand in a user turn, and user turns that follow each other are one.
+        """
+        turns = []
+        for message in messages:
+            content = self.guard(message.get("content") or "")
+            if message.get("tools"):
+                content += HANDED_OVER + self.guard(self._show(message["tools"]))
+            if message["role"] == "tool" and not self.tool_role:
+                message, content = {"role": "user"}, f"<tool_response>\n{content}\n</tool_response>"
+            if turns and not self.tool_role and turns[-1]["role"] == message["role"] == "user":
+                turns[-1]["content"] += "\n" + content
+            else:
+                kept = {key: message[key] for key in ("role", "name", "tool_calls") if key in message}
+                turns.append({**self._guard_all(kept), "content": content})
+        return turns
+
+    def _opening(self, messages, tools, goal=None):
+        """The opening as the template shall see it -> (messages, tools): our block is in the system message or, without
+        such a role, in the first user turn."""
+        system = [self.guard(message["content"]) for message in messages if message["role"] == "system"]
+        turns = self._turns([message for message in messages if message["role"] != "system"])
+        first = next(turn for turn in turns if turn["role"] == "user")
+        if goal is not None:                             # after guarding: this control token is ours
+            first["content"] += goal_text(goal)
+        if self.own_block and tools:
+            block = COMPACT_BLOCK if self.schemas == "compact" else FULL_BLOCK
+            system.append(block.format(tools=self.guard(self._show(tools))))
+        if system and not self.system_role:
+            first["content"] = "\n\n".join(system + [first["content"]])
+        elif system:
+            turns.insert(0, {"role": "system", "content": "\n\n".join(system)})
+        return turns, None if self.own_block else self._guard_all(tools)
 
     def prompt(self, messages: list[dict], tools: list[dict], goal: str | None = None) -> list[int]:
         """The opening of an episode, up to where the first assistant message begins.
 
         messages: system messages if any, then the first user turn; tools: JSON schemas; goal: HIGH, LOW or None.
         """
-        system = [self.guard(message["content"]) for message in messages if message["role"] == "system"]
-        users = [self._content(message) for message in messages if message["role"] != "system"]
-        if goal is not None:                             # after guarding: this control token is ours
-            first = next(i for i, message in enumerate(users) if message["role"] == "user")
-            users[first]["content"] += goal_text(goal)
-        if self.own_block and tools:
-            block = COMPACT_BLOCK if self.schemas == "compact" else FULL_BLOCK
-            system.append(block.format(tools=self.guard(self._show(tools))))
-        head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-        return self.encode(self._template(head + users, None if self.own_block else self._guard_all(tools), generate=True))
+        return self.encode(self._template(*self._opening(messages, tools, goal), generate=True))
 
     def answer(self, messages: list[dict]) -> list[int]:
-        """What stands between the end of an assistant message and the start of the next: results or user turns."""
-        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}]
-        text = self._template(before + [self._content(message) for message in messages], generate=True)
-        return self.encode(text.partition(SLOT + self.terminator)[2])
+        """What stands between the end of an assistant message and the start of the next: results, a user turn, both."""
+        text = self._template(FIRST + [{"role": "assistant", "content": SLOT}] + self._turns(messages), generate=True)
+        return self.encode(self.terminator + text.partition(SLOT + self.terminator)[2])[1:]
 
     def calls_text(self, calls: list[Call]) -> str:
         """Calls in the style that this model reads and writes (the inverse of parse_calls)."""
         return self._write(calls, self.guard)
 
     def assistant(self, message: dict) -> list[int]:
-        """An assistant message of a demonstration: its calls or its words, then the terminator."""
-        calls = [Call(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-        return self.encode((self.calls_text(calls) if calls else self.guard(message["content"])) + self.terminator)
+        """An assistant message of a demonstration, in OpenAI's format: its words, its calls, then the terminator.
+
+        Raises ValueError for arguments that are no JSON object, and for words beside calls that would hide them.
+        """
+        words, calls = message.get("content") or "", []
+        for call in message.get("tool_calls") or []:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            with suppress(ValueError, RecursionError):
+                arguments = _json.decode(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(arguments, dict):
+                raise ValueError(f"a demonstration's call of {name[:80]} has arguments that are no JSON object")
+            calls.append(Call(name, arguments))
+        text = "\n".join(filter(None, [self.guard(words), calls and self.calls_text(calls)]))
+        if words and calls and parse_calls(text.replace(MARK, "")) != calls:
+            raise ValueError(f"a demonstration has words beside its call of {calls[0].name[:80]} that hide it in this style")
+        return self.encode(self._lead + text + self.terminator)
 
     def conversation(self, messages, tools, goal=None) -> tuple[list[int], list[bool]]:
         """A whole conversation -> (ids, mask), both (T,); mask is True on assistant text and its terminator only.
 
         Ends after the last assistant message. Equals what the incremental calls give, id for id.
         """
-        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        spoken = [message["role"] == "assistant" for message in messages]
+        first, end = spoken.index(True), len(spoken) - spoken[::-1].index(True)
         ids = self.prompt(messages[:first], tools, goal)
         mask = [False] * len(ids)
-        pending = []
-        for message in messages[first:last + 1]:
-            if message["role"] != "assistant":
-                pending.append(message)
-                continue
-            between = self.answer(pending) if pending else []
-            said = self.assistant(message)
-            ids += between + said
-            mask += [False] * len(between) + [True] * len(said)
-            pending = []
+        for ours, group in groupby(messages[first:end], lambda message: message["role"] == "assistant"):
+            piece = sum(map(self.assistant, group), []) if ours else self.answer(list(group))
+            ids += piece
+            mask += [ours] * len(piece)
         return ids, mask
 
     def text(self, ids: list[int]) -> str:
