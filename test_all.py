@@ -3472,6 +3472,12 @@ def test_rcgrpo_lucky_lows_are_credited_to_the_high_prompt(how):
         wanted = by_hand(model, rows, scores, shares, old)
         assert (keeper.gradient - wanted).norm() < 1e-5 * wanted.norm()
     assert stats["logprob_gap_max"] < 1e-5, "the gap of sampler and trainer is that of rows under their own prompt"
+    off = [dataclasses.replace(row, logprobs=[value - 0.5 * drawn for value, drawn in zip(row.logprobs, row.mask)]) for row in rows]
+    gap = {name: grpo.update(model, None, Gradients(model), rows_, scores, 1e-3, o, shares)["logprob_gap"]
+           for name, rows_ in {"all": off, "credited": rows[:8] + off[8:], "own": off[:8] + rows[8:]}.items()}
+    assert gap["all"] == gap["own"] == pytest.approx(0.5, abs=1e-5) and gap["credited"] < 1e-5, "their tokens alone count"
+    alone = grpo.update(model, None, Gradients(model), rows[8:], scores[8:], 1e-3, o, shares[8:])
+    assert alone["used_rollouts"] == 2 and alone["logprob_gap"] == alone["logprob_gap_max"] == 0, "no row under its own prompt"
     apart = [by_hand(model, rows, scores, shares, old) for old in ([None] * 10, [None] * 8 + [rollouts[4].logprobs, rollouts[7].logprobs])]
     assert (apart[0] - apart[1]).norm() > 1e-3 * apart[0].norm() and (stats["clip_fraction"] > 0) == (how == "ratio")
     without = by_hand(model, rollouts, advantages, weights)
