@@ -170,7 +170,8 @@ def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Ten
     ref = None if reference is None else game.logprobs(reference.expand_as(leaf))[rows, modes, picks].reshape(B * G, game.T)
     if advantages is None:
         advantages = grpo.group_advantages(game.rewards[picks], EPS_STAB)
-    weights = torch.cat([grpo.loss_weights(row, norm) for row in game.lengths[picks]])   # each group is a step of its own
+    kinds, which = game.lengths[picks].unique(dim=0, return_inverse=True)                # each group is a step of its own
+    weights = torch.stack([grpo.loss_weights(row, norm) for row in kinds])[which].flatten()
     mask = game.mask[picks].reshape(B * G, game.T)
     loss, _ = grpo.clipped_loss(logp, logp.detach(), ref, advantages.reshape(-1), mask, CLIP, beta, weights)
     loss.backward()
@@ -300,7 +301,7 @@ def vanishing(o: Options):
                       verdict(good and near(measured, exact), "vacuous" if bound <= 0 else "holds"))
     for G, (game, factor) in product([size for size in o.sizes if size <= 8],
                                      ((Game(3, 2), 1), (Game(3, 2, early=True), 1 + 1 / 2 + 1 / 3))):
-        rates, bound = (1e-1, 1e-3, 1e-4), math.sqrt(2) * G * game.T
+        rates, bound = (1e-1, 1e-4), math.sqrt(2) * G * game.T
         groups = torch.tensor(list(combinations_with_replacement(range(len(game.actions)), G)))                # (C, G) multisets
         ways = torch.tensor([math.factorial(G) // math.prod(map(math.factorial, Counter(g).values())) for g in groups.tolist()])
 
@@ -317,9 +318,6 @@ def vanishing(o: Options):
         limit = factor * math.sqrt(2 * (G - 1)) * rates[-1]
         yield Row("Prop. 4.2 E||g||, limit", f"{setting}, eps={rates[-1]}", bound * rates[-1], limit, sizes[-1], None,
                   verdict(abs(sizes[-1] / limit - 1) < 0.02, "rate"))
-        slope = math.log(sizes[-2] / sizes[-1]) / math.log(rates[-2] / rates[-1])
-        yield Row("Prop. 4.2 exponent of eps", f"{setting}, {rates[-2]} to {rates[-1]}", None, 1.0, slope, None,
-                  verdict(abs(slope - 1) < 0.05, "rate"))
 
 
 def binomial_group(q: float, G: int, eps: float = EPS_STAB) -> dict[str, float]:
@@ -366,7 +364,7 @@ def near_collapse(o: Options):
         values = {"flat": sigmas == 0, "variance": sigmas ** 2, "gap": advantages.amax(1) - advantages.amin(1), "push": push}
         measured = {name: float((chance * value).sum()) for name, value in values.items()}
         for table in (exact, measured):
-            table["times"] = table["push"] / table["variance"]
+            table["times"] = table["push"] / (table["variance"] or math.nan)
         for name, title in (("flat", "P(sigma=0)"), ("variance", "E[sigma^2]"), ("gap", "E[advantage gap]"), ("push", "E[push]"),
                             ("times", "push over undivided")):
             yield Row(f"Near-collapse {title}", f"G={G} q={q}", None, exact[name], measured[name], None, verdict(near(measured[name], exact[name])))
@@ -374,7 +372,7 @@ def near_collapse(o: Options):
         group, (chance, _, push) = binomial_group(q, G), groups_at(q, G)
         mean = float((chance * push).sum())
         exact = group["push"] / group["noise"] / math.sqrt(G)
-        measured = mean / math.sqrt(float((chance * (push - mean) ** 2).sum())) / math.sqrt(G)
+        measured = mean / (math.sqrt(float((chance * (push - mean) ** 2).sum()) * G) or math.nan)
         yield Row("Choice of G: signal/noise per sqrt(N)", f"q={q} G={G}" + (f", sqrt(q)={math.sqrt(q):.3f}" if q < 0.1 else ""), None,
                   exact, measured, None, verdict(near(measured, exact)))
     q, G, rate = 0.05, 16, 0.2
@@ -624,7 +622,7 @@ def remark(o: Options, curves: dict):
         before, grpo_, rc = (float(at[:, HIGH_MODE].mean()) for at in (plain[0], plain[-1], mixed[-1]))
         luck = 0.1 + 4 * math.sqrt(0.1 * 0.9 / o.seeds)                                  # at most one seed in ten finds it alone
         good, how = {"shortcut": (rc > 0.9 and grpo_ < luck, "moves on"),
-                     "shortcut, nothing shared": (rc < 0.1 and low_end > 0.9, "no help")}.get(setting, (min(rc, grpo_) > 0.95, "no help"))
+                     "shortcut, nothing shared": (rc < 0.1 and low_end > 0.9, "no help")}.get(setting, (min(rc, grpo_) > 0.98, "no help"))
         yield Row(f"Remark 4.4 {setting}", f"J_high {before:.2f} -> GRPO {grpo_:.2f}, RC {rc:.2f}; sigma^2 {alone:.2f}, {together:.2f}",
                   None, None, gain, error, verdict(good, how))
         separation = (mixed[:, :, HIGH_MODE] - mixed[:, :, LOW_MODE]).mean(1)            # (steps + 1,)
