@@ -205,7 +205,7 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
             if o.beta > 0:
                 with base_weights(reference):
                     ref = token_logprobs(reference, ids, mask, o.temperature, shared)
-        own = mask & torch.tensor([[not isinstance(trajectories[i], Credited)] for i in group], device=device)             # (B, T)
+        own = mask & torch.tensor([[not isinstance(trajectories[i], Credited)] for i in group], device=device)  # (B, T)
         fixed = torch.tensor([getattr(trajectories[i], "ratio", False) for i in group], device=device)[:, None]            # (B, 1)
         tensors.append((group, shared, ids, mask, sampled, ref, old, own, fixed))
     for round_ in range(o.updates):
@@ -224,7 +224,7 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
         stats["skipped"] += not math.isfinite(stats["grad_norm"])
     stats["kl"] = totals["kl"] / totals["tokens"]
     stats["clip_fraction"] = totals["clipped"] / totals["tokens"]
-    gap = torch.cat(gaps)                                                                # of rows under their own prompt; there may be none
+    gap = torch.cat(gaps)  # of rows under their own prompt; there may be none
     if len(gap):
         stats |= {"logprob_gap": float(gap.double().mean()), "logprob_gap_max": float(gap.max())}
     return stats

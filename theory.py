@@ -104,7 +104,8 @@ def estimate(values: torch.Tensor) -> tuple[float, float]:
 # a tabular multi-turn policy, and the training step on it
 
 class Game:
-    """T steps with K actions each; action 0 is the expert's. All N trajectories are listed; the reward is 1 for the expert's.
+    """T steps with K actions each; action 0 is the expert's. All N trajectories are listed; the reward is 1
+    for the expert's.
 
     early: action K-1 ends the episode, so lengths go from 1 to T; else N = K^T and all have length T.
     A policy is a table of logits (..., H, K), one row for each of the H = 1 + K + ... + K^(T-1) histories.
@@ -156,8 +157,8 @@ class Game:
         return scores
 
 
-def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Tensor, norm: str = "sequence", beta: float = 0.0,
-         reference: torch.Tensor | None = None, advantages: torch.Tensor | None = None) -> torch.Tensor:
+def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Tensor, norm: str = "sequence",
+         beta: float = 0.0, reference=None, advantages=None) -> torch.Tensor:
     """The direction of one training step for each of B groups, every group with its own tables of logits: (B, M, H, K).
 
     tables: (B, M, H, K) or (M, H, K), one table per token; modes, picks: (B, G), token and trajectory of each rollout. Minus
@@ -170,7 +171,7 @@ def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Ten
     ref = None if reference is None else game.logprobs(reference.expand_as(leaf))[rows, modes, picks].reshape(B * G, game.T)
     if advantages is None:
         advantages = grpo.group_advantages(game.rewards[picks], EPS_STAB)
-    kinds, which = game.lengths[picks].unique(dim=0, return_inverse=True)                # each group is a step of its own
+    kinds, which = game.lengths[picks].unique(dim=0, return_inverse=True)  # each group is a step of its own
     weights = torch.stack([grpo.loss_weights(row, norm) for row in kinds])[which].flatten()
     mask = game.mask[picks].reshape(B * G, game.T)
     loss, _ = grpo.clipped_loss(logp, logp.detach(), ref, advantages.reshape(-1), mask, CLIP, beta, weights)
@@ -202,7 +203,7 @@ def binomial(q: float, n: int) -> list[float]:
 
 
 def by_successes(G: int) -> torch.Tensor:
-    """(G+1, G): the rewards of a group with k successes, for every k. Whose they are changes nothing that is summed over a group."""
+    """(G+1, G): rewards of a group with k successes, for every k. Whose they are changes no sum over the group."""
     return torch.ones(G + 1, G).tril(-1)
 
 
@@ -225,9 +226,11 @@ def collapse(o: Options):
         largest = max(float(grpo.group_advantages(values, eps).abs().max()) for eps in (0.0, 1e-8, EPS_STAB, 1.0))
         yield Row("Def. 4.1 largest |A|", f"equal rewards, G={G}", 0.0, 0.0, largest, None, verdict(largest == 0, "exact"))
         for game in games:
-            picks = torch.stack([torch.zeros(G), torch.ones(G), 1 + torch.arange(G) % (len(game.actions) - 1)]).long()   # success; failures
+            failures = 1 + torch.arange(G) % (len(game.actions) - 1)
+            picks = torch.stack([torch.zeros(G), torch.ones(G), failures]).long()        # 0 is the success
             pull = float(step(game, table, torch.zeros_like(picks), picks).abs().max())
-            yield Row("Def. 4.1 |gradient|, beta=0", f"equal rewards, {game.name}, G={G}", 0.0, 0.0, pull, None, verdict(pull == 0, "exact"))
+            yield Row("Def. 4.1 |gradient|, beta=0", f"equal rewards, {game.name}, G={G}", 0.0, 0.0, pull, None,
+                      verdict(pull == 0, "exact"))
     bandit, beta = Game(1, 4), 0.1
     table, reference = torch.randn(2, 1, 1, 4, generator=gen)
     one = torch.arange(4)[:, None].expand(4, 2)                                          # a group per action: both rollouts are it
@@ -279,11 +282,12 @@ def vanishing(o: Options):
     probability >= exp(-T eps), all G of them with >= exp(-G T eps) >= (1-eps)^(GT) >= 1 - G T eps, and then the group
     collapses. Here a collapse is all rewards equal, a larger event (all may fail): q^G + (1-q)^G for success probability q.
 
-    Gradient: a group that has not collapsed gives at most sqrt(2), since the mean of |A| is at most 1 and the gradient of a
-    log-softmax at most sqrt(2); so E||g|| <= sqrt(2) G T eps. The rate is exact: for small eps just one rollout deviates in
-    one step, it has A = -sqrt(G-1), and E||g|| = sqrt(2 (G-1)) eps; if the mistake ends the episode, the mean over its tokens is
-    one over fewer, and the rate is (1 + 1/2 + ... + 1/T) times that. The bound 1 - G T eps is vacuous from eps = 1/(G T) on
-    (G = 4, ten messages: pi(a*) < 0.975); (1-eps)^(GT) never is. No bound says anything on groups that are all wrong.
+    Gradient: a group that has not collapsed gives at most sqrt(2), since the mean of |A| is at most 1 and the gradient
+    of a log-softmax at most sqrt(2); so E||g|| <= sqrt(2) G T eps. The rate is exact: for small eps just one rollout
+    deviates in one step, it has A = -sqrt(G-1), and E||g|| = sqrt(2 (G-1)) eps; if the mistake ends the episode, the
+    mean over its tokens is one over fewer, and the rate is (1 + 1/2 + ... + 1/T) times that. The bound 1 - G T eps is
+    vacuous from eps = 1/(G T) on (G = 4, ten messages: pi(a*) < 0.975); (1-eps)^(GT) never is. No bound says anything
+    on groups that are all wrong.
     """
     game = Game(3, 2)
 
@@ -297,7 +301,8 @@ def vanishing(o: Options):
             coincide, exact = float((probs ** G).sum()), q ** G + (1 - q) ** G
             measured = math.fsum(chance for chance, flat in zip(binomial(q, G), collapsed) if flat)
             good = bound <= sharp <= math.exp(-G * game.T * eps) <= coincide + 1e-9 and coincide <= exact + 1e-9
-            yield Row("Prop. 4.2 P(collapse)", f"G={G} T={game.T} eps={eps} (sharp {sharp:.3f})", bound, exact, measured, None,
+            setting = f"G={G} T={game.T} eps={eps} (sharp {sharp:.3f})"
+            yield Row("Prop. 4.2 P(collapse)", setting, bound, exact, measured, None,
                       verdict(good and near(measured, exact), "vacuous" if bound <= 0 else "holds"))
     for G, (game, factor) in product([size for size in o.sizes if size <= 8],
                                      ((Game(3, 2), 1), (Game(3, 2, early=True), 1 + 1 / 2 + 1 / 3))):
@@ -311,7 +316,8 @@ def vanishing(o: Options):
         sizes = [mean_norm(eps, step(game, peaked(eps)[None], torch.zeros_like(groups), groups)) for eps in rates]
         rewards = game.rewards[groups].double()
         by_hand = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, unbiased=False, keepdim=True) + EPS_STAB)
-        exact = mean_norm(rates[0], torch.einsum("cg,cghk->chk", by_hand.float(), game.scores(peaked(rates[0]))[groups]) / G)
+        scores = game.scores(peaked(rates[0]))[groups]                                   # (C, G, H, K)
+        exact = mean_norm(rates[0], torch.einsum("cg,cghk->chk", by_hand.float(), scores) / G)
         setting = f"G={G} T={game.T} {game.name}"
         yield Row("Prop. 4.2 E||g||", f"{setting}, eps={rates[0]}", bound * rates[0], exact, sizes[0], None,
                   verdict(sizes[0] <= bound * rates[0] and near(sizes[0], exact)))
@@ -352,7 +358,7 @@ def near_collapse(o: Options):
     """
     bandit = Game(1, 2)
 
-    def groups_at(q, G):                                                                  # by successes: chance, advantages, push
+    def groups_at(q, G):  # by successes: chance, advantages, push
         rewards = by_successes(G)
         picks = 1 - rewards.long()                                                        # action 0 succeeds
         updates = step(bandit, bandit.table([q, 1 - q])[None], torch.zeros_like(picks), picks)
@@ -361,20 +367,23 @@ def near_collapse(o: Options):
         exact = binomial_group(q, G)
         chance, rewards, push = groups_at(q, G)                                           # push: d/d logit of success
         advantages, sigmas = grpo.group_advantages(rewards, EPS_STAB), sigma(rewards)
-        values = {"flat": sigmas == 0, "variance": sigmas ** 2, "gap": advantages.amax(1) - advantages.amin(1), "push": push}
+        gap = advantages.amax(1) - advantages.amin(1)
+        values = {"flat": sigmas == 0, "variance": sigmas ** 2, "gap": gap, "push": push}
         measured = {name: float((chance * value).sum()) for name, value in values.items()}
         for table in (exact, measured):
             table["times"] = table["push"] / (table["variance"] or math.nan)
-        for name, title in (("flat", "P(sigma=0)"), ("variance", "E[sigma^2]"), ("gap", "E[advantage gap]"), ("push", "E[push]"),
-                            ("times", "push over undivided")):
-            yield Row(f"Near-collapse {title}", f"G={G} q={q}", None, exact[name], measured[name], None, verdict(near(measured[name], exact[name])))
+        for name, title in (("flat", "P(sigma=0)"), ("variance", "E[sigma^2]"), ("gap", "E[advantage gap]"),
+                            ("push", "E[push]"), ("times", "push over undivided")):
+            yield Row(f"Near-collapse {title}", f"G={G} q={q}", None, exact[name], measured[name], None,
+                      verdict(near(measured[name], exact[name])))
     for q, G in product((0.02, 0.5), (2, 4, 8, 16)):
         group, (chance, _, push) = binomial_group(q, G), groups_at(q, G)
         mean = float((chance * push).sum())
         exact = group["push"] / group["noise"] / math.sqrt(G)
         measured = mean / (math.sqrt(float((chance * (push - mean) ** 2).sum()) * G) or math.nan)
-        yield Row("Choice of G: signal/noise per sqrt(N)", f"q={q} G={G}" + (f", sqrt(q)={math.sqrt(q):.3f}" if q < 0.1 else ""), None,
-                  exact, measured, None, verdict(near(measured, exact)))
+        root = f", sqrt(q)={math.sqrt(q):.3f}" if q < 0.1 else ""
+        yield Row("Choice of G: signal/noise per sqrt(N)", f"q={q} G={G}{root}", None, exact, measured, None,
+                  verdict(near(measured, exact)))
     q, G, rate = 0.05, 16, 0.2
     old = bandit.logprobs(bandit.table([q, 1 - q]))                                       # (2, 1)
     picks, table = torch.tensor([0] + [1] * (G - 1)), bandit.table([q, 1 - q])
@@ -427,7 +436,8 @@ def spread(G: int, p: float, high: float, low: float, deviation: float | None, h
                 raw = [sum_ + share * a * b * ((h + l) * (G - h - l) / G ** 2) ** i for i, sum_ in enumerate(raw, 1)]
         elif share:
             off = n * (G - n) / G * ((high - low) / deviation) ** 2
-            first, second, third = ((deviation ** 2 / G) ** i * factor * (G - 1 + i * off) for i, factor in ((1, 1), (2, 2), (3, 8)))    # cumulants
+            unit = deviation ** 2 / G  # cumulants of the noncentral chi-squared:
+            first, second, third = (unit ** i * c * (G - 1 + i * off) for i, c in ((1, 1), (2, 2), (3, 8)))
             for i, value in enumerate((first, second + first ** 2, third + 3 * first * second + first ** 3)):
                 raw[i] += share * value
     mean = raw[0]
@@ -437,8 +447,9 @@ def spread(G: int, p: float, high: float, low: float, deviation: float | None, h
 def sampled_spread(modes: torch.Tensor, p: float, kind: tuple, how: str, gen) -> tuple[float, float, bool]:
     """E[sigma_g^2] over drawn groups, its standard error, and whether it is near the exact one.
 
-    The error is that of the exact distribution, not of the sample, where a rare event may not have happened at all. Within four
-    errors, and what skewness adds to a quantile of four (Cornish and Fisher): (4^2 - 1)/6 mu_3 / mu_2 over the number of groups.
+    The error is that of the exact distribution, not of the sample, where a rare event may not have happened at all.
+    Near: within four errors, and what skewness adds to that quantile (Cornish and Fisher), (4^2 - 1)/6 mu_3 / mu_2 over
+    the groups.
     """
     mean, second, third = spread(modes.shape[1], p, *kind, how)
     measured, error = float((sigma(rewards_of(modes, *kind, gen)) ** 2).double().mean()), math.sqrt(second / len(modes))
@@ -489,23 +500,25 @@ def stratified(o: Options):
 def step_factor(q: float, G: int, eps: float = EPS_STAB) -> float:
     """alpha(q) = E[A | this rollout succeeds] - E[A | it fails], the other G-1 succeeding with probability q each."""
     sigmas = [math.sqrt(k * (G - k)) / G for k in range(G + 1)]
-    return sum(p * ((1 - (k + 1) / G) / (sigmas[k + 1] + eps) + (k / G) / (sigmas[k] + eps)) for k, p in enumerate(binomial(q, G - 1)))
+    return sum(p * ((1 - (k + 1) / G) / (sigmas[k + 1] + eps) + (k / G) / (sigmas[k] + eps))
+               for k, p in enumerate(binomial(q, G - 1)))
 
 
-def expected_update(game: Game, tables: torch.Tensor, p: float, G: int, norm: str, divided: bool = True, groups: int = 1):
-    """The mean update, (2, H, K), of steps of `groups` groups, by enumeration of all of them; and that of the update times the
-    step's mean length, which undoes the token normaliser."""
+def expected_update(game: Game, tables: torch.Tensor, p: float, G: int, norm: str, divided=True, groups: int = 1):
+    """The mean update, (2, H, K), of steps of `groups` groups, enumerated; and that of the update times the step's
+    mean length, which undoes the token normaliser."""
     N = len(game.actions)
-    rows = torch.tensor(list(product(range(2 * N), repeat=groups * G)))                  # (B, rollouts of a step): token and trajectory
+    rows = torch.tensor(list(product(range(2 * N), repeat=groups * G)))  # (B, rollouts): token, trajectory
     chance = (torch.tensor([p, 1 - p])[:, None] * game.probabilities(tables)).flatten()[rows].prod(1)
     rows, chance = rows[chance > 0], chance[chance > 0][:, None, None, None]
-    huge = 1 if divided else 1e4                                                         # eps_stab so large that only it divides
+    huge = 1 if divided else 1e4  # eps_stab so large that only it divides
     advantages = grpo.group_advantages(game.rewards[rows % N].view(-1, G), EPS_STAB if divided else huge) * huge
     updates = chance * step(game, tables, rows // N, rows % N, norm, advantages=advantages.view(rows.shape))
-    return updates.sum(0).float(), (updates * game.lengths[rows % N].float().mean(1)[:, None, None, None]).sum(0).float()
+    lengths = game.lengths[rows % N].float().mean(1)[:, None, None, None]
+    return updates.sum(0).float(), (updates * lengths).sum(0).float()
 
 
-def predicted_update(game: Game, tables: torch.Tensor, p: float, G: int, norm: str, divided: bool = True) -> torch.Tensor:
+def predicted_update(game: Game, tables: torch.Tensor, p: float, G: int, norm: str, divided=True) -> torch.Tensor:
     """(2, H, K): alpha * the sum over both modes of share * (grad E[w R] - m grad E[w]), see what_variance_teaches."""
     share = torch.tensor([p, 1 - p])
     m = float(share.double() @ game.success(tables))
@@ -519,8 +532,8 @@ def cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def what_variance_teaches(o: Options):
-    """Our own: the expected update of RC-GRPO, at ratio 1 and beta = 0. J_h, J_l: success under the two tokens. First for
-    rollouts of equal length, or weights free of it.
+    """Our own: the expected update of RC-GRPO, at ratio 1 and beta = 0. J_h, J_l: success under the two tokens. First
+    for rollouts of equal length, or weights free of it.
 
     Undivided: E[1/G sum_j (R_j - mean) grad log pi(tau_j|r_j)]. For i != j, E[R_i grad log pi(tau_j|r_j)] = 0 (independent rollouts,
     E[grad log pi] = 0), so of the mean only R_j/G is left: E = (G-1)/G (p grad J_h + (1-p) grad J_l). Exactly the two
@@ -537,39 +550,45 @@ def what_variance_teaches(o: Options):
     learning"; the guarantee holds, but variance between modes is no teacher by itself: it keeps sigma > 0 while the direction
     is what the rows' own gradients are. What is bought is exploration under another mode, worth what transfers.
 
-    Unequal lengths. The normaliser "sequence" gives row j the weight w_j = 1/len_j, so E[w_j grad log pi(tau_j)] = grad E[w], not 0, and
-    E = alpha(m) (p (grad E_h[w R] - m grad E_h[w]) + (1-p) (the same under low)): exact, but m is now in the direction. GRPO has
-    J_h for m, so through the mean of the group the low rows do turn the high mode's update: they teach it length, not success.
-    "token" divides the step's sum over tokens, for which the statement above is exact, by the step's tokens. That number is
-    random and depends on the same rollouts, so the mean of the quotient is off by one over the number of groups.
+    Unequal lengths. The normaliser "sequence" gives row j the weight w_j = 1/len_j, so E[w_j grad log pi(tau_j)] is not
+    0 but grad E[w], and E = alpha(m) (p (grad E_h[w R] - m grad E_h[w]) + (1-p) (the same under low)): exact, but m is
+    now in the direction. GRPO has J_h for m, so through the mean of the group the low rows do turn the high mode's
+    update: they teach it length, not success. "token" divides the step's sum over tokens, for which the statement above
+    is exact, by the step's tokens. That number is random and depends on the same rollouts: the mean of the quotient is
+    off by a term in one over the number of groups.
     """
     gen, p = torch.Generator().manual_seed(o.seed), 0.5
     even, ragged = Game(2, 2), Game(3, 2, early=True)
-    modes = {even: (even.table([0.9, 0.1], [0.8, 0.2]), even.table([0.3, 0.7], [0.6, 0.4])),
-             ragged: (ragged.table([0.7, 0.3], [0.3, 0.7], [0.3, 0.7]), ragged.table([0.9, 0.1], [0.95, 0.05], [0.95, 0.05]))}
-    modes = {game: torch.stack(pair) + 0.3 * torch.randn(2, game.H, 2, generator=gen) for game, pair in modes.items()}       # (2, H, K)
-    for game, norm, title in ((even, "sequence", even.name), (ragged, "sequence", "unequal, 1/len"), (ragged, "token", "unequal, times tokens")):
+    chances = {even: ((0.9, 0.8), (0.3, 0.6)), ragged: ((0.7, 0.3, 0.3), (0.9, 0.95, 0.95))}  # of the expert's action
+    modes = {game: torch.stack([game.table(*([q, 1 - q] for q in mode)) for mode in pair])
+             + 0.3 * torch.randn(2, game.H, 2, generator=gen) for game, pair in chances.items()}        # (2, H, K)
+    for game, norm, title in ((even, "sequence", even.name), (ragged, "sequence", "unequal, 1/len"),
+                              (ragged, "token", "unequal, times tokens")):
         tables = modes[game]
         for G in (2, 4):
             found = {}
-            for name, share, divided in (("RC update, undivided", p, False), ("RC update, divided", p, True), ("GRPO update", 1.0, True)):
+            for name, share, divided in (("RC update, undivided", p, False), ("RC update, divided", p, True),
+                                         ("GRPO update", 1.0, True)):
                 found[name] = update = expected_update(game, tables, share, G, norm, divided)[norm == "token"]
                 exact = predicted_update(game, tables, share, G, norm, divided)
-                yield Row(f"{name}, |high table|", f"G={G} P(high)={share} {title}", None, float(exact[HIGH_MODE].norm()),
-                          float(update[HIGH_MODE].norm()), None, verdict(float((update - exact).norm()) < 2e-4 * float(exact.norm())))
+                close = float((update - exact).norm()) < 2e-4 * float(exact.norm())
+                norms = [float(of[HIGH_MODE].norm()) for of in (exact, update)]
+                yield Row(f"{name}, |high table|", f"G={G} P(high)={share} {title}", None, *norms, None, verdict(close))
             turn = cosine_of(found["RC update, divided"][HIGH_MODE], found["GRPO update"][HIGH_MODE])
             exact = cosine_of(*(predicted_update(game, tables, share, G, norm)[HIGH_MODE] for share in (p, 1.0)))
             yield Row("RC and GRPO update, cosine", f"G={G} high table, {title}", None, exact, turn, None,
                       verdict(near(turn, exact), "the low rows turn it" if exact < 1 - 1e-3 else "same direction"))
-    exact, mean = predicted_update(ragged, tables, p, 2, "token"), float((ragged.probabilities(tables).mean(0) * ragged.lengths).sum())
-    off = [float((mean * expected_update(ragged, tables, p, 2, "token", groups=groups)[0] - exact).norm() / exact.norm()) for groups in (1, 2)]
+    exact = predicted_update(ragged, tables, p, 2, "token")
+    length = float((ragged.probabilities(tables).mean(0) * ragged.lengths).sum())
+    found = [length * expected_update(ragged, tables, p, 2, "token", groups=groups)[0] for groups in (1, 2)]
+    off = [float((update - exact).norm() / exact.norm()) for update in found]
     for groups, value in enumerate(off, 1):
-        yield Row("RC update, token normaliser, off by", f"G=2, {groups} group{'s' * (groups > 1)} a step, unequal", None, None, value, None,
+        yield Row("RC update, token normaliser, off by", f"G=2, unequal, groups: {groups}", None, None, value, None,
                   verdict(off[0] > 0.01 and 0.4 < off[1] / off[0] < 0.6, "as 1/groups"))
     game, tables, G, eta = even, modes[even], 4, 1e-3
     direction = expected_update(game, tables, p, G, "sequence", divided=False)[0].double()
     gradients = [game.gradient(table, game.rewards) for table in tables]
-    inner = [float((gradients[HIGH_MODE] * gradient).sum()) / game.T for gradient in gradients]                # the loss takes the mean over T tokens
+    inner = [float((gradients[HIGH_MODE] * gradient).sum()) / game.T for gradient in gradients]  # a mean over T tokens
     for shared in (0.0, 0.5, 1.0):                                                       # a^2
         moved = tables.double() + eta * (direction + shared * direction.flip(0))
         gain = float(game.success(moved)[HIGH_MODE] - game.success(tables)[HIGH_MODE]) / eta
@@ -613,23 +632,26 @@ def remark(o: Options, curves: dict):
     rollouts moves on. The same with nothing shared: just as much variance, and the high mode learns nothing from it. It does
     not help where the high mode already succeeds on all that it can reach, though high-succeeds-low-fails is variance too; nor
     where the low mode learns to succeed: the reward ignores the token, so the separation closes and its variance goes with it.
-    In "shortcut" the low mode learns first, so the separation opens the wrong way round; what is shared closes it, and nothing else does.
+    In "shortcut" the low mode learns first: the separation opens the wrong way round; only what is shared closes it.
     """
     for setting in SETTINGS:
         (plain, alone), (mixed, together) = (train_tables(o, setting, conditioned) for conditioned in (False, True))
         curves[setting] = (plain, mixed)
-        low_end, (gain, error) = mixed[-1, :, LOW_MODE].mean(), estimate(mixed[-1, :, HIGH_MODE] - plain[-1, :, HIGH_MODE])
+        gain, error = estimate(mixed[-1, :, HIGH_MODE] - plain[-1, :, HIGH_MODE])
+        low_end = mixed[-1, :, LOW_MODE].mean()
         before, grpo_, rc = (float(at[:, HIGH_MODE].mean()) for at in (plain[0], plain[-1], mixed[-1]))
-        luck = 0.1 + 4 * math.sqrt(0.1 * 0.9 / o.seeds)                                  # at most one seed in ten finds it alone
-        good, how = {"shortcut": (rc > 0.9 and grpo_ < luck, "moves on"),
-                     "shortcut, nothing shared": (rc < 0.1 and low_end > 0.9, "no help")}.get(setting, (min(rc, grpo_) > 0.98, "no help"))
-        yield Row(f"Remark 4.4 {setting}", f"J_high {before:.2f} -> GRPO {grpo_:.2f}, RC {rc:.2f}; sigma^2 {alone:.2f}, {together:.2f}",
-                  None, None, gain, error, verdict(good, how))
+        luck = 0.1 + 4 * math.sqrt(0.1 * 0.9 / o.seeds)  # at most one seed in ten finds it alone
+        good = {"shortcut": rc > 0.9 and grpo_ < luck,
+                "shortcut, nothing shared": rc < 0.1 and low_end > 0.9}.get(setting, min(rc, grpo_) > 0.98)
+        yield Row(f"Remark 4.4 {setting}",
+                  f"J_high {before:.2f} -> GRPO {grpo_:.2f}, RC {rc:.2f}; sigma^2 {alone:.2f}, {together:.2f}",
+                  None, None, gain, error, verdict(good, "moves on" if setting == "shortcut" else "no help"))
         separation = (mixed[:, :, HIGH_MODE] - mixed[:, :, LOW_MODE]).mean(1)            # (steps + 1,)
         first, middle, last = separation[[0, len(separation) // 2, -1]].tolist()
-        closed, opened = abs(last) < 0.05, float(separation.min()) < -0.5                # opened: the low mode found it first
+        closed, opened = abs(last) < 0.05, float(separation.min()) < -0.5  # opened: the low mode found it first
         good, how = {"shortcut": (opened and closed, "opens, then closes"),
-                     "shortcut, nothing shared": (last < -0.9, "stays open")}.get(setting, (first > 0.3 and closed and not opened, "closes"))
+                     "shortcut, nothing shared": (last < -0.9, "stays open")}.get(
+                         setting, (first > 0.3 and closed and not opened, "closes"))
         yield Row("Remark 4.4 separation under RC", f"{setting}: {first:+.2f}, {middle:+.2f} half-way", None, None,
                   *estimate(mixed[-1, :, HIGH_MODE] - mixed[-1, :, LOW_MODE]), verdict(good, how))
 
@@ -654,12 +676,13 @@ def read_groups(folder: str) -> dict[int, list[list[dict]]]:
 def from_run(o: Options, curve: dict):
     """Proposition 4.3 on a run's own rollouts: E[sigma_g^2] per step, the exact formula, the bound.
 
-    Exact: per task, with unbiased estimates from its own rollouts: sample variances under either token, and (difference of
-    means)^2 less its own sampling variance for Delta^2; groups with two rows of each token at least. In these estimates the
-    formula is an identity once the tokens are given, so what it tests is that tokens were drawn as P_sample says, row by
-    row. Errors are those of a group over the whole run, with one more group at the largest deviation there can be, range^2 / 8:
-    few groups, or equal ones, show none of their own. Bound: from the separation of the whole step, squared, less its squared standard error; by Jensen's inequality the
-    mean over tasks of Delta^2 is at least that. Tokens drawn once per group, say, break the bound.
+    Exact: per task, with unbiased estimates from its own rollouts: sample variances under either token, and (difference
+    of means)^2 less its own sampling variance for Delta^2; groups with two rows of each token at least. In these
+    estimates the formula is an identity once the tokens are given, so what it tests is that tokens were drawn as
+    P_sample says, row by row. Bound: from the separation of the whole step, squared, less its squared standard error;
+    by Jensen's inequality the mean over tasks of Delta^2 is at least that. Tokens drawn once per group, say, break the
+    bound. Errors are those of a group over the whole run, and of one more at the largest deviation there can be,
+    range^2 / 8, as few groups show none.
     """
     options = read_json(Path(o.run) / "config.json")["options"]
     G, p, how = options["group"], options.get("p_high"), options.get("how", "iid")
@@ -687,7 +710,8 @@ def from_run(o: Options, curve: dict):
         steps.append((number, bound, exact, sigma(rewards, options["eps_stab"]) ** 2))
     deviations = []                                                                      # over all groups: one step has few of them
     for values in (torch.cat([measured for *_, measured in steps]), torch.cat([exact for *_, exact, _ in steps])):
-        deviations.append(math.sqrt((float(((values - values.mean()) ** 2).sum()) + (extent ** 2 / 8) ** 2) / max(1, len(values))))
+        squares = float(((values - values.mean()) ** 2).sum()) + (extent ** 2 / 8) ** 2
+        deviations.append(math.sqrt(squares / max(1, len(values))))
     shown = [(number, bound, float(exact.mean()), float(measured.mean()), deviations[0] / math.sqrt(len(measured)),
               deviations[1] / math.sqrt(max(1, len(exact)))) for number, bound, exact, measured in steps]
     curve["rows"] = shown
@@ -732,11 +756,11 @@ def policy_of_run(o: Options, source: str, options: dict, when: str):
             nll.append(-float(policy.token_logprobs(lm, ids, mask, options["temperature"]).sum()))
     nll = torch.tensor(nll, dtype=torch.float64)
     flat, error = estimate(sigma(rewards[0]) == 0)
-    least = (-G * nll).exp()                                                             # a task's P(collapse) is at least that
+    least = (-G * nll).exp()  # a task's P(collapse) is at least that
     sharp, spared = float(least.mean()), 4 * math.sqrt(float((least * (1 - least)).sum())) / len(tasks)
     bound = float((1 - G * nll).mean())
     yield Row(f"Run: P(collapse) under high, {when}", f"G={G}, T eps: median {float(nll.median()):.2f} nats, sharp {sharp:.3f}",
-              bound, None, flat, error, verdict(flat >= max(bound, sharp) - spared, "vacuous" if bound <= 0 else "holds"))
+              bound, None, flat, error, verdict(flat >= sharp - spared, "vacuous" if bound <= 0 else "holds"))
 
     def gradient(mode: int, half: int, part: int) -> torch.Tensor:
         """Of the success under one mode, from half of the rollouts on one part of the tasks; weights in one vector."""
