@@ -189,7 +189,7 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
     if not used:
         return stats                                                                     # nothing to learn from: no step
     stats["tokens_saved"] = sum(shared * (len(group) - 1) for group, shared in batches) / sum(len(trajectories[i].ids) for i in used)
-    tensors = []
+    tensors, gaps = [], []
     for group, shared in batches:
         ids = pad([trajectories[i].ids for i in group], 0, device)                       # (B, T)
         mask = pad([trajectories[i].mask for i in group], False, device)                 # (B, T)
@@ -200,7 +200,7 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
             if o.beta > 0:
                 with base_weights(reference):
                     ref = token_logprobs(reference, ids, mask, o.temperature, shared)
-        own = torch.tensor([not isinstance(trajectories[i], Credited) for i in group], device=device)[:, None]             # (B, 1)
+        own = mask & torch.tensor([[not isinstance(trajectories[i], Credited)] for i in group], device=device)  # (B, T)
         fixed = torch.tensor([getattr(trajectories[i], "ratio", False) for i in group], device=device)[:, None]            # (B, 1)
         tensors.append((group, shared, ids, mask, sampled, ref, old, own, fixed))
     for round_ in range(o.updates):
@@ -214,14 +214,14 @@ def update(model, reference, optimizer: Optimizer, trajectories: list[Trajectory
             stats["loss"] += float(loss.detach()) / o.updates
             totals = {key: totals[key] + part[key] for key in totals}
             if round_ == 0:
-                gap = ((logp.detach() - sampled) * own).abs()[mask]
-                stats["logprob_gap"] += float(gap.sum())
-                stats["logprob_gap_max"] = max(stats["logprob_gap_max"], float(gap.max()))
+                gaps.append((logp.detach() - sampled)[own].abs())
         stats["grad_norm"] = optimizer.step(lr, o.clip_norm) if math.isfinite(stats["loss"]) else optimizer.discard()
         stats["skipped"] += not math.isfinite(stats["grad_norm"])
     stats["kl"] = totals["kl"] / totals["tokens"]
     stats["clip_fraction"] = totals["clipped"] / totals["tokens"]
-    stats["logprob_gap"] /= totals["tokens"]
+    gap = torch.cat(gaps)  # of rows under their own prompt; there may be none
+    if len(gap):
+        stats |= {"logprob_gap": float(gap.double().mean()), "logprob_gap_max": float(gap.max())}
     return stats
 
 

@@ -4105,6 +4105,13 @@ def test_rcgrpo_lucky_lows_are_credited_to_the_high_prompt(how):
         wanted = by_hand(model, rows, scores, shares, old)
         assert (keeper.gradient - wanted).norm() < 1e-5 * wanted.norm()
     assert stats["logprob_gap_max"] < 1e-5, "the gap of sampler and trainer is that of rows under their own prompt"
+    off = [dataclasses.replace(row, logprobs=[value - 0.5 * drawn for value, drawn in zip(row.logprobs, row.mask)])
+           for row in rows]
+    gap = {name: grpo.update(model, None, Gradients(model), rows_, scores, 1e-3, o, shares)["logprob_gap"]
+           for name, rows_ in {"all": off, "credited": rows[:8] + off[8:], "own": off[:8] + rows[8:]}.items()}
+    assert gap["all"] == gap["own"] == pytest.approx(0.5, abs=1e-5) and gap["credited"] < 1e-5
+    alone = grpo.update(model, None, Gradients(model), rows[8:], scores[8:], 1e-3, o, shares[8:])
+    assert alone["used_rollouts"] == 2 and alone["logprob_gap"] == alone["logprob_gap_max"] == 0, "no own prompt"
     apart = [by_hand(model, rows, scores, shares, old) for old in ([None] * 10, [None] * 8 + [rollouts[4].logprobs, rollouts[7].logprobs])]
     assert (apart[0] - apart[1]).norm() > 1e-3 * apart[0].norm() and (stats["clip_fraction"] > 0) == (how == "ratio")
     without = by_hand(model, rollouts, advantages, weights)
@@ -5951,6 +5958,12 @@ BROKEN = {                                               # what is broken -> (mo
                     ("collapse", "vanishing", "near_collapse", "what_variance_teaches")),
     "large eps_stab": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps + 0.1)),
                        ("vanishing", "near_collapse", "variance", "stratified", "what_variance_teaches")),
+    "groups with one odd rollout left out": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps)
+                                              * ((r != r.median(1, keepdim=True)[0]).sum(1, keepdim=True) > 1)),
+                                             ("vanishing", "near_collapse", "what_variance_teaches")),
+    "sure tokens left out": ((grpo, "clipped_loss", lambda logp, old, ref, a, mask, *more, real=grpo.clipped_loss: real(
+        logp, old, ref, a, mask & (logp < -0.3), *more)), ("vanishing", "what_variance_teaches")),
+    "deterministic experts": ((torch, "randn", lambda *a, real=torch.randn, **k: 40 * real(*a, **k)), ("lemma",)),
     "no clip": ((grpo, "clipped_loss", honest_loss), ("near_collapse",)),
     "KL the wrong way round": ((grpo, "clipped_loss", lambda *a, **k: honest_loss(*a, **k, sign=-1.0)), ("collapse",)),
     "loss over twice the tokens": ((grpo, "loss_weights", lambda lengths, norm: 0.5 / (len(lengths) * lengths.float())),
@@ -5964,27 +5977,82 @@ BROKEN = {                                               # what is broken -> (mo
     "log-probs at another temperature": ((policy, "token_logprobs", lambda m, ids, mask, t=1.0, real=policy.token_logprobs: real(m, ids, mask)), ("lemma",))}
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_theory_notices(monkeypatch, what):
-    (module, name, stand_in), noticed = BROKEN[what]
-    monkeypatch.setattr(module, name, stand_in)
-    assert [check.__name__ for check in theory.CHECKS if check.__name__ in noticed and theory_fails(check)] == list(noticed)
+def test_theory_notices(monkeypatch):
+    """Each fault is noticed by the checks that it concerns, and every line of every check fails under some fault."""
+    lines_ = {(check.__name__, i) for check in theory.CHECKS for i, _ in enumerate(check(THEORY))}
+    for what, ((module, name, stand_in), noticed) in BROKEN.items():
+        with monkeypatch.context() as broken:
+            broken.setattr(module, name, stand_in)
+            failed = {(check.__name__, i) for check in theory.CHECKS if check.__name__ in noticed
+                      for i, line in enumerate(check(THEORY)) if not line.holds}
+        assert {check for check, _ in failed} == set(noticed), what
+        lines_ -= failed
+    assert not lines_, "lines that cannot fail"
 
 
 def test_theory_remark_notices(monkeypatch):
-    monkeypatch.setattr(rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[HIGH] * size] * groups)
-    assert any("shortcut" in statement for statement in theory_fails(theory.remark, {}))
-    monkeypatch.undo()
-    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, eps=1e-4: torch.zeros_like(rewards))
-    assert theory_fails(theory.remark, {})
+    """Every line of the remark fails under some fault: no low token, no learning, shared and own parameters swapped."""
+    one, two = (theory.SETTINGS[name] for name in ("shortcut", "shortcut, nothing shared"))
+    seen = set()
+    for fault in ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[HIGH] * size] * groups),
+                  (grpo, "group_advantages", lambda rewards, eps=1e-4: torch.zeros_like(rewards)),
+                  (theory, "SETTINGS", {"shortcut": two, "shortcut, nothing shared": one})):
+        with monkeypatch.context() as broken:
+            broken.setattr(*fault)
+            failed = {i for i, line in enumerate(theory.remark(THEORY, {})) if not line.holds}
+        assert failed >= {0, 1}, "the shortcut's gain and its separation"
+        seen |= failed
+    assert seen == set(range(8))
 
 
-def theory_run(folder, per_row=True, high=0.8, low=0.2, G=8, twist=0.0):
+@pytest.mark.parametrize("groups, p_high, samples, seed", [
+    ("16", "0.5", 100, 1), ("2,32", "0.01,1", 100, 2), ("3", "0.99", 300, 3)])
+def test_theory_rare_events_are_no_failures(groups, p_high, samples, seed):
+    """An event that the sample does not contain has a standard error all the same."""
+    o = theory.Options(groups=groups, p_high=p_high, samples=samples, seed=seed)
+    assert [line for check in theory.CHECKS for line in check(o) if not line.holds] == []
+
+
+def test_theory_few_seeds_are_no_failure():
+    """One of these three finds the shortcut by luck."""
+    lines_ = list(theory.remark(theory.Options(seeds=3, seed=8), {}))
+    assert lines_[0].measured < 0.7 and all(line.holds for line in lines_)
+
+
+@pytest.mark.parametrize("how", ["iid", "stratified"])
+@pytest.mark.parametrize("kind", theory.REWARDS, ids=lambda kind: kind[0])
+def test_theory_moments_of_sigma(kind, how):
+    """Mean, variance and third moment of sigma_g^2 by enumeration, against draws."""
+    gen, modes = torch.Generator().manual_seed(0), theory.token_modes(50_000, 3, 0.4, how, 0)
+    drawn = theory.sigma(theory.rewards_of(modes, *kind[1:], gen)).double() ** 2
+    mean, second, third = theory.spread(3, 0.4, *kind[1:], how)
+    squared = (kind[1] - kind[2]) ** 2
+    assert mean == pytest.approx(theory.variance_value(3, 0.4, squared, *theory.moments(*kind[1:]), how))
+    moments = [float(value) for value in (drawn.mean(), drawn.var(), ((drawn - drawn.mean()) ** 3).mean())]
+    assert [mean, second, third] == pytest.approx(moments, rel=0.05, abs=1e-5)
+
+
+def test_theory_lengths_turn_the_update():
+    """The low rows turn the high mode's update where rows weigh 1/len and lengths differ, and only there."""
+    cosines = {line.setting: line.measured for line in theory.what_variance_teaches(THEORY)
+               if line.statement == "RC and GRPO update, cosine"}
+    assert len(cosines) == 6
+    for setting, cosine in cosines.items():
+        assert cosine < 0.95 if "1/len" in setting else cosine == pytest.approx(1, abs=1e-5), setting
+    game = theory.Game(2, 3, early=True)
+    assert game.actions.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0]]
+    assert game.lengths.tolist() == [2] * 6 + [1]
+    table = torch.randn(game.H, 3)
+    assert float(game.probabilities(table).sum()) == pytest.approx(1)
+    assert game.logprobs(table)[6].tolist() == pytest.approx([float(table.log_softmax(-1)[0, 2]), 0])
+
+
+def theory_run(folder, per_row=True, high=0.8, low=0.2, G=8, twist=0.0, steps=3, groups=40, how="iid"):
     """A made-up run folder: 3 steps of 40 groups, tokens drawn per row or (a known fault) per group."""
     rng, rows = random.Random(0), []
-    for step in range(1, 4):
-        for group in range(40):
-            drawn = rcgrpo.draw_tokens(1, G, 0.5, "iid", (step, group))[0] if per_row else [[HIGH, LOW][group % 2]] * G
+    for step in range(1, steps + 1):
+        for group in range(groups):
+            drawn = rcgrpo.draw_tokens(1, G, 0.5, how, (step, group))[0] if per_row else [[HIGH, LOW][group % 2]] * G
             rewards = [float(rng.random() < (high if token == HIGH else low)) for token in drawn]
             advantages = grpo.group_advantages([rewards], 1e-4)[0].tolist()
             rows += [{"step": step, "group": group, "goal": "high" if token == HIGH else "low", "reward": r, "advantage": a + twist}
@@ -6001,11 +6069,13 @@ def test_theory_next_to_made_up_runs(tmp_path):
     assert fails("honest") == []
     assert fails("certain", high=1.0, low=0.0) == []                                     # the bound is tight
     assert "Run: E[sigma^2]" in fails("one token a group", per_row=False, high=1.0, low=0.0)         # and data can violate it
+    assert set(fails("stratified", how="stratified", high=1.0, low=0.0)) == {"Run: E[sigma^2]", "Run: E[sigma^2], mean"}
+    assert fails("one group", steps=1, groups=1) == fails("two groups", steps=1, groups=2) == []  # no deviation seen
     assert fails("another advantage", twist=0.01) == ["Run: recorded advantages, |difference|"]
 
 
 def test_theory_next_to_a_real_run(here, capsys, school_run, monkeypatch):
-    rl(school_run, "--steps", "2", "--save_every", "2")
+    rl(school_run, "--steps", "2", "--save_every", "2", "--temperature", "0.7")
     monkeypatch.setattr(theory, "CHECKS", ())
     theory.main(["--run", "runs/rcgrpo", "--tasks", "8", "--seeds", "3", "--out", "theory.png"])
     printed, said = capsys.readouterr().out, json.loads(Path("theory.json").read_text())
@@ -6013,6 +6083,24 @@ def test_theory_next_to_a_real_run(here, capsys, school_run, monkeypatch):
     assert all(row["statement"] in printed for row in said["rows"])
     assert "Run: E[sigma^2]" in printed and "cosine of the modes' gradients, end" in printed and " 0 failed" in printed
     assert Path("theory.png").stat().st_size > 10_000
+
+    options, o = json.loads(Path("runs/rcgrpo/config.json").read_text())["options"], theory.Options(tasks=8)
+    lm, tokenizer = policy.load_policy("runs/rcgrpo/checkpoint", "cpu")
+    topics = evaluate.TaskOptions(**{key: options[key] for key in evaluate.TaskOptions.__dataclass_fields__})
+    tasks = evaluate.load_tasks(topics, "validation", 8, 30_000)
+    nll = []
+    for task in tasks:  # T eps by hand, at the temperature of the rollouts
+        renderer = Sampler(lm, tokenizer).renderer
+        ids, mask = renderer.conversation(sft.demonstrate(task).messages, task.episode().tools, HIGH)
+        nll.append(-float(policy.token_logprobs(lm, torch.tensor([ids]), torch.tensor([mask]), 0.7).sum().detach()))
+    row = next(row for row in said["rows"] if row["statement"] == "Run: P(collapse) under high, end")
+    assert f"T eps: median {float(torch.tensor(nll).median()):.2f} nats" in row["setting"]
+
+    monkeypatch.setattr(theory, "sigma", lambda rewards: torch.ones(len(rewards)))  # no group collapses
+    for eps, holds in ((math.log(50) / 8, True), (0.0, False)):
+        monkeypatch.setattr(policy, "token_logprobs", lambda lm, ids, mask, *more, eps=eps: mask * -eps / mask.sum())
+        row = next(theory.policy_of_run(o, "runs/rcgrpo/checkpoint", options, "end"))
+        assert row.measured == row.error == 0 and row.holds == holds
 
 
 def test_theory_exits_1_when_a_check_fails(here, monkeypatch, capsys):
