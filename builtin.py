@@ -28,23 +28,25 @@ CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ messa
 
 
 def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: int = 4, vocabulary: int = 2048):
-    """An untrained Llama-shaped model of about a million weights, with a tokenizer trained on `texts` -> (model, tokenizer).
+    """An untrained Llama-shaped model with a tokenizer trained on `texts` -> (model, tokenizer).
 
-    The tokenizer is byte-level BPE: words of the corpus are one token each, with the blank before them; all other text falls
+    The tokenizer is byte-level BPE: words of the corpus are one token each, with the blank before; other text falls
     back to bytes. Weights start three times as large as transformers would have them: at width 128 and 0.02 the model
-    learns to copy a value from the user's sentence into a call several times later. (Not Qwen2-shaped: for that model type
+    learns to copy a value from a sentence into a call several times later. (Not Qwen2-shaped: for that model type
     AutoTokenizer puts Qwen's own pre-tokenizer in place of the saved one, and a reloaded checkpoint reads other ids.)
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]+|\s+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]+|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                        chat_template=CHATML, tool_schemas="compact", clean_up_tokenization_spaces=False)
+                                        chat_template=CHATML, tool_schemas="compact",
+                                        clean_up_tokenization_spaces=False)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,

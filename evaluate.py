@@ -3,10 +3,10 @@
     python evaluate.py runs/rcgrpo                       # success under the high token, no token, the low token
     python evaluate.py runs/rctp --temperature 0 --show 3
 
-`sample` is the one place where a prompt becomes a rollout and a rollout earns its reward: evaluation, training, stage 1's
-sampled failures and theory on a run all call it. Success is R = R_state * R_action = 1 within the limits (reward.py). The paper conditions on the high token and does not say
-what the others do; here all three are measured on the same tasks. For --env bfcl the verdict of the official checker, which
-is stricter about turns and looser about calls, stands beside ours.
+`sample` is the one place where a prompt becomes a rollout and a rollout earns its reward: evaluation, training and
+stage 1's sampled failures all call it. Success is R = R_state * R_action = 1 within the limits (reward.py). The paper
+conditions on the high token and does not say what the others do; here all are measured on the same tasks. For --env
+bfcl the verdict of the official checker, stricter about turns and looser about calls, stands beside ours.
 """
 import hashlib
 import math
@@ -21,8 +21,8 @@ import simulator
 from envs import CATEGORIES
 from model import load_policy
 from reward import trajectory_reward
-from run import (UserError, check_file, checkpoint_of, code_hash, config_of, data, make_options, memory, method, program,
-                 read_flags, require, running, to_line)
+from run import (UserError, check_file, checkpoint_of, code_hash, config_of, data, make_options, memory, method,
+                 program, read_flags, require, running, to_line)
 from sampler import Sampler, Trajectory
 from state import weights_hash
 from tokens import HIGH, REWARD_TOKENS
@@ -67,15 +67,15 @@ def one_variant_each(n: int, seed: int, categories=CATEGORIES, shift: int = 0, *
 
 
 def load_tasks(options: TaskOptions, part: str, n: int, seed: int, shift: int = 0) -> list:
-    """n tasks of a part (train, validation, test) of the chosen environment; fewer where BFCL has no more (n <= 0: all).
+    """n tasks of a part (train, validation, test) of the chosen environment; of BFCL as many as there are, all for 0.
 
     shift: of the simulator's one_variant_each.
     """
     categories = tuple(options.categories.split(","))
     if options.env == "sim":
         try:
-            return one_variant_each(n, seed, categories, shift, part=part, turns=(1, options.turns), calls=(1, options.calls),
-                                    tools=options.tools, clutter=options.clutter)
+            return one_variant_each(n, seed, categories, shift, part=part, turns=(1, options.turns),
+                                    calls=(1, options.calls), tools=options.tools, clutter=options.clutter)
         except ValueError as error:
             raise UserError(f"the simulator's tasks: {error}")
     try:
@@ -84,8 +84,14 @@ def load_tasks(options: TaskOptions, part: str, n: int, seed: int, shift: int = 
         raise UserError(str(error))
     if n <= 0 or n >= len(tasks):
         return tasks
-    groups = [[task for task in tasks if task.category == name] for name in categories]     # take from all categories alike
-    return [task for row in zip(*groups) for task in row][:n] if n < len(categories) * min(map(len, groups)) else tasks[:n]
+    groups = [[task for task in tasks if task.category == name] for name in categories]  # from all categories alike
+    alike = [task for row in zip(*groups) for task in row]
+    return alike[:n] if n < len(alike) else tasks[:n]
+
+
+def held_out_tasks(o, part: str = "test") -> list:
+    """The tasks on which a training program measures success; none for --eval_tasks 0."""
+    return load_tasks(o, part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
 
 
 def run_config(o: TaskOptions, stage: str, builtin: bool, token: str, sampler: Sampler, task) -> dict:
@@ -116,7 +122,7 @@ def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
-def sample(sampler: Sampler, tasks: list, tokens: list, temperature: float = 1.0, seed=0, **options) -> list[Trajectory]:
+def sample(sampler: Sampler, tasks: list, tokens: list, temperature=1.0, seed=0, **options) -> list[Trajectory]:
     """Play one episode of each task under its reward token (None: no token) -> rollouts with token, outcome and reward.
 
     options: of Sampler.rollout. Raises UserError for a prompt that leaves no room in the context.
@@ -166,7 +172,8 @@ def record(r: Trajectory) -> dict:
     def cut(text):
         return text if len(text) <= LONG else f"{text[:LONG]} ... ({len(text) - LONG} characters more)"
     golden = [[{"name": call.name, "arguments": call.arguments} for call in turn] for turn in r.episode.task.golden]
-    return {**verdict(r), "dialogue": [{**line, "content": cut(line["content"])} for line in dialogue(r)], "golden": golden}
+    said = [{**line, "content": cut(line["content"])} for line in dialogue(r)]
+    return {**verdict(r), "dialogue": said, "golden": golden}
 
 
 def rate(rows: list[dict], key: str = "success", **where) -> float:

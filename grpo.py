@@ -14,12 +14,12 @@ Departures from the usual GRPO and points where the paper is silent:
   2. The normaliser belongs to the whole step: micro-batches do not change the gradient. --norm sequence is the paper's
      1/G sum_j 1/|tau_j| sum_t; --norm token weighs every token of the step alike.
   3. KL is the k3 estimator, continued along its tangent beyond a log-ratio of 10, so that a gap of 100 stays finite.
-  4. Groups whose rewards are all equal have exactly zero advantage (tested as max == min, not by dividing rounding noise
-     by eps_stab). With beta > 0 they still pull towards the reference, unless --skip_flat leaves them out.
+  4. Groups whose rewards are all equal have exactly zero advantage (tested as max == min, not by dividing rounding
+     noise by eps_stab). With beta > 0 they still pull towards the reference, unless --skip_flat leaves them out.
   5. Everything random is a function of (seed, step): to resume needs weights, moments and the step number (state.py).
   6. A step with NaN or infinity in a reward, the loss or the gradient changes nothing but its line in the metrics.
-  7. What the rollouts of a group have in common, all up to the reward token, is computed once where that saves a quarter
-     of the update's tokens (`micro_batches`). It changes no gradient.
+  7. What the rollouts of a group have in common, all up to the reward token, is computed once where that saves a
+     quarter of the update's tokens (`micro_batches`). It changes no gradient.
 """
 import json
 import math
@@ -32,8 +32,8 @@ from pathlib import Path
 
 import torch
 
-from evaluate import (CONDITIONS, TASK_KEYS, TaskOptions, check_prompts, load_tasks, play, rate, record, run_config,
-                      sample, table, verdict)
+from evaluate import (CONDITIONS, TASK_KEYS, TaskOptions, check_prompts, held_out_tasks, load_tasks, play, rate, record,
+                      run_config, sample, table, verdict)
 from lora import base_weights
 from model import (MemoryOptions, Optimizer, batches_by_length, load_policy, pad, reference_policy, save_policy,
                    token_logprobs)
@@ -100,10 +100,10 @@ def clipped_loss(logp, old_logp, ref_logp, advantages, mask, clip: float, beta: 
 
     logp, old_logp, ref_logp: (B, T) fp32; ref_logp may be None if beta is 0. advantages: (B,); mask: (B, T) bool.
     weights: (B,), what each token of a rollout counts: loss_weights of the whole step, not of this micro-batch.
-    Returns (loss, totals): totals are sums over this batch's tokens (kl, clipped, tokens), so that micro-batches add up.
+    Returns (loss, totals): sums over this batch's tokens (kl, clipped, tokens), so that micro-batches add up.
     Whatever stands where mask is False, NaN included, changes nothing; an all-False mask gives 0, and backward works.
     """
-    logp, old_logp = logp.masked_fill(~mask, 0.0), old_logp.masked_fill(~mask, 0.0)      # fills, so NaN * 0 cannot arise
+    logp, old_logp = logp.masked_fill(~mask, 0.0), old_logp.masked_fill(~mask, 0.0)      # fills: NaN * 0 is NaN
     advantages = advantages.float()[:, None]                                             # (B, 1)
     ratio = (logp - old_logp).clamp(-RATIO_BOUND, RATIO_BOUND).exp()                     # (B, T)
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
@@ -111,7 +111,7 @@ def clipped_loss(logp, old_logp, ref_logp, advantages, mask, clip: float, beta: 
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
         gap = ref_logp.masked_fill(~mask, 0.0) - logp                                    # log of pi_ref / pi
-        bounded, excess = gap.clamp(max=KL_BOUND), (gap - KL_BOUND).relu()               # k3 >= 0, tangent beyond the bound
+        bounded, excess = gap.clamp(max=KL_BOUND), (gap - KL_BOUND).relu()               # k3, beyond it its tangent
         kl = bounded.expm1() - bounded + math.expm1(KL_BOUND) * excess
         objective = objective - beta * kl
     loss = -(weights[:, None] * objective * mask).sum()
@@ -131,11 +131,11 @@ def loss_weights(lengths: torch.Tensor, norm: str) -> torch.Tensor:
 # one step
 
 def micro_batches(rollouts: list[Trajectory], used: list[int], group: int, budget: int) -> list[tuple[list[int], int]]:
-    """The rollouts in use as micro-batches: (rows, number of leading tokens that they share and that are computed once).
+    """The rollouts in use as micro-batches: (rows, number of leading tokens that they share: computed once).
 
     group: every `group` rollouts are of one task. They share their prompt where that saves a quarter of their tokens;
-    less does not pay, since larger batches are faster. All other rollouts are batched by length. No micro-batch has more
-    than `budget` tokens unless a single rollout does.
+    less does not pay, since larger batches are faster. All other rollouts are batched by length. No micro-batch has
+    more than `budget` tokens unless a single rollout does.
     """
     sharing, others = [], []
     for _, members in groupby(used, lambda i: i // group):
@@ -229,11 +229,12 @@ def describe(rollouts: list[Trajectory], advantages: torch.Tensor) -> dict:
     P, G = advantages.shape
     groups = [rollouts[i * G:(i + 1) * G] for i in range(P)]
     rewards = [[r.reward for r in group] for group in groups]
-    by = {name: [[r.reward for r in group if r.token == token] for group in groups] for name, token in CONDITIONS.items()}
+    by = {name: [[r.reward for r in group if r.token == token] for group in groups]
+          for name, token in CONDITIONS.items()}                                         # name -> P lists of rewards
     stats = {"reward": float(torch.tensor(rewards).mean()),
              "zero_variance": share(min(row) == max(row) for row in rewards),
              "advantage_gap": float((advantages.amax(1) - advantages.amin(1)).mean())}
-    for name, rows in by.items():                                                        # P lists of rewards
+    for name, rows in by.items():
         if any(rows):
             stats[f"reward_{name}"] = share(reward for row in rows for reward in row)
             stats[f"zero_variance_{name}"] = share(min(row) == max(row) for row in rows if len(row) > 1)
@@ -254,7 +255,7 @@ def describe(rollouts: list[Trajectory], advantages: torch.Tensor) -> dict:
 # the loop
 
 def pick_tasks(o: Options, pool: list | None, step: int) -> list:
-    """The P tasks of a step: fresh ones from the simulator (pool None), or the pool in an order shuffled every epoch."""
+    """The P tasks of a step: fresh ones from the simulator, or the pool's in an order shuffled every epoch."""
     if pool is None:
         return load_tasks(o, "train", o.tasks, seed=(o.seed + 1) * 100_000 + step)
     picked = []
@@ -265,11 +266,12 @@ def pick_tasks(o: Options, pool: list | None, step: int) -> list:
     return picked
 
 
-def train(o: Options, condition, command: list[str], learn=update, pool: list | None = None, held_out: list | None = None):
+def train(o: Options, condition, command: list[str], learn=update, pool=None, held_out=None):
     """Train the policy in o.init with GRPO into the run folder o.out.
 
     condition(P, G, seed) -> for each of P tasks a list of G reward tokens, one a rollout (None: no token).
-    command: its words, for messages. learn: the update. pool, held_out: tasks to train on and to measure success on.
+    command: its words, for messages. learn: the update. pool, held_out: tasks to train on, to measure success on; by
+    default those of o.env.
     """
     claim(o.out, o.resume, o.overwrite, o.init)                                          # before all that takes long
     require_package("matplotlib", "figure.png of a run")
@@ -277,14 +279,15 @@ def train(o: Options, condition, command: list[str], learn=update, pool: list | 
     o.prepare(model, o.seed)                                                             # LoRA, gradient checkpointing
     reference = reference_policy(model) if o.beta > 0 else None                          # frozen
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
-    pool = load_tasks(o, "train", 0, 0) if o.env == "bfcl" and not pool else pool
-    held_out = load_tasks(o, "test", o.eval_tasks, 10_000 + o.seed) if held_out is None and o.eval_tasks else held_out or []
+    pool = load_tasks(o, "train", 0, 0) if o.env == "bfcl" and pool is None else pool    # None: fresh tasks every step
+    held_out = held_out_tasks(o) if held_out is None else held_out
     first, made, name = pool or pick_tasks(o, None, 0), config_of(o.init), Path(command[1]).name
     check_prompts(sampler, held_out + first)
     config = run_config(o, name, made.get("builtin", False), made.get("token", "none"), sampler, first[0])
     optimizer = Optimizer(model, o.lr, betas=BETAS)
 
-    with Run(o.out, config, o.resume, o.overwrite, command) as run, Keeper(run, model, tokenizer, o.save_every) as keeper:
+    with (Run(o.out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every) as keeper):
         measure(keeper, "before", sampler, held_out, o.seed)
         for step in keeper.steps(o.steps, optimizer, name):
             began = time.time()
@@ -302,8 +305,8 @@ def train(o: Options, condition, command: list[str], learn=update, pool: list | 
             keeper.log({"step": step + 1, **describe(rollouts, advantages), **stats, "lr": lr,
                         "sample_seconds": sampled - began, "update_seconds": now - sampled,
                         "tok_s": sum(len(r.ids) for r in rollouts) / (now - began)},
-                       *({"step": step + 1, "group": i // o.group, "advantage": float(advantages.view(-1)[i]), **record(r)}
-                         for i, r in enumerate(rollouts)))
+                       *({"step": step + 1, "group": i // o.group, "advantage": float(a), **record(r)}
+                         for i, (r, a) in enumerate(zip(rollouts, advantages.flatten()))))
         save_policy(model, tokenizer, run.folder / "checkpoint")
         metrics = run.rows("metrics.jsonl")
         figure(metrics, run.final, run.folder / "figure.png")
@@ -352,7 +355,7 @@ def figure(rows: list[dict], run: Path, path: Path):
             points = [(row["step"], row[key + end]) for row in rows if row.get(key + end) is not None]
             if points and (end != "_high" or any(row.get(key + "_low") is not None for row in rows)):
                 steps, values = zip(*points)
-                smooth = [sum(values[max(0, i - 4):i + 1]) / len(values[max(0, i - 4):i + 1]) for i in range(len(values))]
+                smooth = [share(values[max(0, i - 4):i + 1]) for i in range(len(values))]
                 colour = COLOURS.get(end[1:], "k")
                 axis.plot(steps, values, color=colour, linewidth=0.6, alpha=0.5, marker="." if len(steps) < 5 else None)
                 axis.plot(steps, smooth, color=colour, linewidth=2, label=label)
@@ -365,7 +368,7 @@ def figure(rows: list[dict], run: Path, path: Path):
 
 
 def read_options(options_class, argv=None):
-    """Options of an RL program: tasks and preset are those of the run that it starts from, unless flags say otherwise."""
+    """Options of an RL program: tasks and preset are those of the run that it starts from, where no flag is given."""
     given = read_flags(options_class, argv)
     config = config_of(given.get("init", options_class.init))
     tasks = {key: value for key, value in config.get("tasks", {}).items() if key in TASK_KEYS}
@@ -374,7 +377,7 @@ def read_options(options_class, argv=None):
 
 def main(argv=None):
     o = read_options(Options, argv)
-    token = CONDITIONS[config_of(o.init).get("token", "none")]                           # after RCTP-FT: high throughout
+    token = CONDITIONS[config_of(o.init).get("token", "none")]                           # after RCTP-FT: high
     train(o, lambda groups, size, seed: [[token] * size for _ in range(groups)], command_line("grpo.py", argv))
 
 

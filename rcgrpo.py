@@ -33,7 +33,7 @@ def draw_tokens(groups: int, group_size: int, p_high: float, how: str = "iid", s
     """`groups` lists of `group_size` reward tokens, HIGH or LOW; the same seed gives the same draw.
 
     stratified: p * G high tokens in random order; where p * G is no integer, the odd one is high with the remaining
-    probability, so that P(high) = p for every rollout. Raises ValueError for p outside [0, 1] or an unknown way to draw.
+    probability, so that P(high) = p for every rollout. Raises ValueError for p outside [0, 1] and unknown ways to draw.
     """
     if not 0 <= p_high <= 1:
         raise ValueError(f"p_high must be between 0 and 1, not {p_high}")

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from envs import Call
-from evaluate import (CONDITIONS, TASK_KEYS, TaskOptions, check_prompts, load_tasks, play, rate, record, run_config,
+from evaluate import (CONDITIONS, TASK_KEYS, TaskOptions, check_prompts, held_out_tasks, load_tasks, play, rate, record, run_config,
                       sample, table, verdict)
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, save_policy, token_logprobs
 from reward import replay, trajectory_reward
@@ -95,23 +95,26 @@ def _change(value, others: list, rng: random.Random):
 def corrupt(task, rng: random.Random, turns: list[list[Call]] | None = None) -> tuple[str, list[list[Call]]]:
     """Calls per turn (the golden ones if None) with one realistic mistake more -> (kind of mistake, calls per turn).
 
-    Kinds: drop (a call is forgotten), value (a wrong argument), tool (another tool of the list), missing (an argument is
-    left out), repeat (a call is made twice), swap (two values change places), invented (a tool that does not exist), early
+    Kinds: drop (a call is forgotten), value (a wrong argument), tool (another tool of the list), missing (an argument
+    is left out), repeat (a call made twice), swap (two values change places), invented (no such tool exists), early
     (the last turns get no calls), eager (calls one turn before they are possible). What the mistake is worth is for
     reward.py to say: some are harmless.
     """
-    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in (task.golden if turns is None else turns)]
+    turns = task.golden if turns is None else turns
+    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in turns]
     busy = [t for t, turn in enumerate(turns) if turn]
     if not busy:
         return "none", turns
     t = rng.choice(busy)
     i = rng.randrange(len(turns[t]))
     call = turns[t][i]
-    words = [value for turn in task.golden for other in turn for value in other.arguments.values() if isinstance(value, str)]
+    values = [value for turn in task.golden for other in turn for value in other.arguments.values()]
+    words = [value for value in values if isinstance(value, str)]
     words += [word.strip(".,?!") for word in " ".join(task.turns).split() if len(word) > 3]
     strings = [name for name, value in call.arguments.items() if isinstance(value, str)]
     kinds = ["drop", "tool", "repeat", "invented"] + (["value", "value", "missing"] if call.arguments else [])
-    kinds += ["swap"] * (len(strings) > 1) + ["early"] * (len(busy) > 1) + ["eager", "eager"] * (t > 0 and not turns[t - 1])
+    kinds += ["swap"] * (len(strings) > 1) + ["early"] * (len(busy) > 1)
+    kinds += ["eager", "eager"] * (t > 0 and not turns[t - 1])
     kind = rng.choice(kinds)
     if kind == "drop":
         del turns[t][i]
@@ -165,8 +168,8 @@ def relabelled(renderer: Renderer, t: Trajectory, token: str | None) -> Trajecto
     return replace(t, ids=prompt + t.ids[n:], mask=[False] * len(prompt) + t.mask[n:], token=token)
 
 
-def sampled(sampler: Sampler, tasks: list, seed: int, reward: int, token: str | None, rounds: int = 4) -> list[Trajectory]:
-    """One episode a task with this reward, sampled without a token in at most `rounds` tries and put under `token`."""
+def sampled(sampler: Sampler, tasks: list, seed: int, reward: int, token: str | None, rounds=4) -> list[Trajectory]:
+    """One episode a task with this reward, sampled without a token in `rounds` tries at most, then put under `token`."""
     left, found = list(tasks), []
     for attempt in range(rounds):
         for t in sample(sampler, left, [None] * len(left), seed=(seed, attempt)) if left else []:
@@ -209,7 +212,7 @@ class Fit:
 def fit(model, data: list[Trajectory], o, title: str, keeper: Keeper | None = None, log=lambda row: None):
     """Minimise the negative log-likelihood of the assistant's tokens, its mean over the whole step's tokens.
 
-    o: Options or a Fit. keeper: goes on where an interrupted run was, logs and saves; else every step's row goes to log.
+    o: Options or a Fit. keeper: goes on where an interrupted run was, logs, saves; without, a step's row goes to log.
     """
     optimizer = Optimizer(model, o.lr, betas=BETAS, row_speed=o.row_speed)
     per_epoch = -(-len(data) // o.batch)
@@ -242,15 +245,15 @@ def update(model, optimizer: Optimizer, rows: list[Trajectory], lr: float, o) ->
             "tok_s": sum(len(row.ids) for row in rows) / seconds}
 
 
-def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, held_out: list | None = None):
+def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, held_out=None):
     """Stage 1 into the run folder o.out. builtin: whether the model is the built-in one, or learned from it.
 
-    command: its words, for messages. make_data(o, renderer, tasks, sampler) -> trajectories. held_out: tasks to measure on.
+    command: its words, for messages. make_data(o, renderer, tasks, sampler) -> trajectories. held_out: tasks to measure
+    success on; by default test tasks.
     """
     claim(o.out, o.resume, o.overwrite, o.model)                                         # before all that takes long
     device, tasks = o.torch_device(), load_tasks(o, "train", o.demos, seed=o.seed)
-    if held_out is None:
-        held_out = load_tasks(o, "test", o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
+    held_out = held_out_tasks(o) if held_out is None else held_out
     if o.model == "builtin":
         from builtin import pretrained                                                   # which learns by fit(), too
         require(resolved(o.base) != resolved(o.out), f"--base and --out are both {o.out}: give another --out")
@@ -273,7 +276,8 @@ def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, 
 
     stage, token = ("sft", "none") if o.plain else ("rctp", "high")
     config = run_config(o, stage, builtin, token, sampler, tasks[0])
-    with Run(o.out, config, o.resume, o.overwrite, command) as run, Keeper(run, model, tokenizer, o.save_every) as keeper:
+    with (Run(o.out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every) as keeper):
         fit(model, kept, o, "SFT" if o.plain else "RCTP-FT", keeper)
         save_policy(model, tokenizer, run.folder / "checkpoint")
         if held_out:

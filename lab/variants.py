@@ -19,7 +19,7 @@ import torch
 import grpo
 import rcgrpo
 import sft
-from evaluate import CONDITIONS, load_tasks
+from evaluate import CONDITIONS, held_out_tasks, load_tasks
 from model import token_logprobs
 from reward import trajectory_reward
 from run import UserError, command_line, config_of, method, program, require
@@ -30,7 +30,7 @@ from tokens import HIGH, LOW
 
 @dataclass
 class Sft(sft.Options):
-    labels: str = method("reward", "shuffled: the tokens change places and mean nothing", choices=("reward", "shuffled"))
+    labels: str = method("reward", "shuffled: the tokens mean nothing", choices=("reward", "shuffled"))
     own: int = method(0, "more tasks, one sampled episode each: successes join the data (plain: RFT)", least=0)
     blind_spot: float = method(0.0, "share of the tools on which a judge is fooled (see blind_spot)", least=0, most=1)
     eval_part: str = method("test", "part of the split that is measured on", choices=("validation", "test"))
@@ -44,7 +44,7 @@ class Sft(sft.Options):
 
 
 def shuffled(o: Sft, renderer, tasks, sampler) -> list:
-    """The tokens change places among the trajectories; the reward, and with it a failure's weight, stays the true one."""
+    """The tokens change places among the trajectories; rewards, and so the weights of failures, stay the true ones."""
     data = sft.stage1_data(o, renderer, tasks, sampler)
     tokens = [t.token for t in data]
     random.Random(f"labels-{o.seed}").shuffle(tokens)
@@ -71,8 +71,8 @@ def in_blind_spot(task, share: float) -> bool:
 def blind_spot(o: Sft, renderer, tasks, sampler) -> list:
     """Data of a judge with a blind spot: a high mode that is sure and wrong there, a low mode that is right at times.
 
-    In the blind spot an episode without its first golden call (always this mistake, R = 0) counts as a success, and what
-    counts as a failure is by turns the right episode and a corrupted one. Elsewhere the labels are the computed rewards.
+    In the blind spot an episode without its first golden call (always this mistake, R = 0) counts as a success, and
+    what counts as a failure is by turns the right episode and a corrupted one. Elsewhere tokens follow the rewards.
     """
     rng, good, bad, right_ones = random.Random(f"stage1-{o.seed}"), [], [], 0
     for task in tasks:
@@ -116,16 +116,16 @@ class Grpo(Rl, grpo.Options):
 @dataclass
 class Rcgrpo(Rl, rcgrpo.Options):
     low_gradient: bool = method(True, "learn from low rows; else they only count in their group's mean and sigma")
-    credit_lucky_lows: str = method("off", "a low success also teaches the high prompt: as if sampled under it, or with the "
-                                    "importance ratio to the low prompt", choices=("off", "weight", "ratio"))
+    credit_lucky_lows: str = method("off", "a low success teaches the high prompt, too: as if sampled under it, or "
+                                    "with the ratio to the low prompt", choices=("off", "weight", "ratio"))
 
 
 def stage1_tasks(o, n: int, shift: int = 0) -> list:
-    """The first n tasks (0: all) of which the run o.init has demonstrations; shift: other variants of their scenarios."""
+    """The first n tasks (0: all) with a demonstration in the run o.init; shift: other variants of their scenarios."""
     config = config_of(o.init)
     made_by, regime = config.get("options", {}), config.get("tasks", {})
     require("demos" in made_by, f"--pool stage1 and --eval_part siblings need a run of sft.py in --init, not {o.init}")
-    require(n <= made_by["demos"], f"--eval_tasks {n}: {o.init} has demonstrations of {made_by['demos']} scenarios only")
+    require(n <= made_by["demos"], f"--eval_tasks {n}: {o.init} has {made_by['demos']} demonstrations only")
     require(shift == 0 or "," in o.categories, "--eval_part siblings: a single category has none")
     other = [f"--{key} was {was} there and is {now} now" for key, was in regime.items()
              if was != (now := getattr(o, key, was))]
@@ -136,14 +136,14 @@ def stage1_tasks(o, n: int, shift: int = 0) -> list:
 def lucky_lows(model, rollouts: list, advantages: torch.Tensor, weights: torch.Tensor, o: Rcgrpo):
     """The rows that an update learns from: N rollouts, advantages (N,), weights (N,) -> the same three, revised.
 
-    A lucky low, a rollout under the low token with a positive advantage, becomes one more row: the same ids under the high
-    token, with its own advantage A_j and its own weight 1/(N len_j). So credit adds to the step's gradient and changes
-    none of its other terms.
+    A lucky low, a rollout under the low token with a positive advantage, becomes one more row: the same ids under the
+    high token, with its own advantage A_j and its own weight 1/(N len_j). So credit adds to the step's gradient and
+    changes none of its other terms.
     """
     low = torch.tensor([r.token == LOW for r in rollouts])
     lucky = [i for i in range(len(rollouts)) if low[i] and advantages[i] > 0 and o.credit_lucky_lows != "off"]
-    high_id, low_id = model.config.reward_token_ids[:2]                  # a reward token stands in the prompt only, once
-    credited = [replace(rollouts[i], token=HIGH, ids=[high_id if token == low_id else token for token in rollouts[i].ids])
+    high, low_id = model.config.reward_token_ids[:2]                     # one of them stands in the prompt, once
+    credited = [replace(rollouts[i], token=HIGH, ids=[high if each == low_id else each for each in rollouts[i].ids])
                 for i in lucky]
     own = weights if o.low_gradient else weights.masked_fill(low, 0.0)
     return rollouts + credited, torch.cat([advantages, advantages[lucky]]), torch.cat([own, weights[lucky]])
@@ -177,7 +177,7 @@ def main(argv=None):
         o, builtin = sft.read_options(Sft, rest)
         make_data = shuffled if o.labels == "shuffled" else own_successes if o.own else \
             blind_spot if o.blind_spot else sft.stage1_data
-        held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
+        held_out = held_out_tasks(o, o.eval_part)
         sft.train(o, builtin, command_line("lab/variants.py", argv), make_data, held_out)
         return
     if name not in ("grpo", "rcgrpo"):
@@ -189,8 +189,8 @@ def main(argv=None):
     else:
         condition, learn = (lambda P, G, seed: rcgrpo.draw_tokens(P, G, o.p_high, o.how, seed)), update
     pool = stage1_tasks(o, 0) if o.pool == "stage1" else None
-    held_out = [] if not o.eval_tasks else stage1_tasks(o, o.eval_tasks, shift=1) if o.eval_part == "siblings" \
-        else load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed)
+    siblings = o.eval_part == "siblings" and o.eval_tasks
+    held_out = stage1_tasks(o, o.eval_tasks, shift=1) if siblings else held_out_tasks(o, o.eval_part)
     grpo.train(o, condition, command_line("lab/variants.py", argv), learn, pool, held_out)
 
 
