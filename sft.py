@@ -17,14 +17,13 @@ import math
 import random
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from envs import Call
-from evaluate import (CONDITIONS, TASK_KEYS, TaskOptions, check_prompts, held_out_tasks, load_tasks, play, rate, record, run_config,
-                      sample, table, verdict)
+from evaluate import (TASK_KEYS, TaskOptions, check_prompts, held_out_tasks, load_tasks, play, rate, record,
+                      run_config, sample, table, verdict)
 from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, save_policy, token_logprobs
 from reward import replay, trajectory_reward
 from run import (Run, checkpoint_of, claim, command_line, config_of, data, make_options, memory, method, optimisation,
@@ -169,7 +168,7 @@ def relabelled(renderer: Renderer, t: Trajectory, token: str | None) -> Trajecto
 
 
 def sampled(sampler: Sampler, tasks: list, seed: int, reward: int, token: str | None, rounds=4) -> list[Trajectory]:
-    """One episode a task with this reward, sampled without a token in `rounds` tries at most, then put under `token`."""
+    """One episode a task with this reward, sampled without a token in `rounds` tries at most, put under `token`."""
     left, found = list(tasks), []
     for attempt in range(rounds):
         for t in sample(sampler, left, [None] * len(left), seed=(seed, attempt)) if left else []:
