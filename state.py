@@ -150,7 +150,7 @@ class Keeper:
         self.run.append("episodes.jsonl", *episodes)
         self.done, self.begun = self.done + 1, self.optimizer.begun
         self.skipped = self.skipped + 1 if row["skipped"] else 0
-        shown = {key: f"{row[key]:.3g}" for key in SHOWN if key in row}
+        shown = {key: f"{row[key]:.{0 if abs(row[key]) >= 100 else 3}f}" for key in SHOWN if key in row}
         self.bar.set_postfix(**shown, **({"skipped": self.skipped} if self.skipped else {}), refresh=False)
         self.bar.update()
 
