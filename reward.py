@@ -53,9 +53,9 @@ def covers(calls, golden):
     return True
 
 
-def trajectory_reward(episode) -> Reward:
-    """The Reward of `episode` as it stands, against the golden calls of its task."""
+def trajectory_reward(episode, truncated: bool = False) -> Reward:
+    """The Reward of `episode` as it stands, against the golden calls of its task; truncated by a limit, it earns 0."""
     golden = [episode.bind(call) for calls in episode.task.golden for call in calls]
     action = int(None not in golden and covers(episode.calls, golden))
     state = int(same(episode.state(), replay(episode.task).state()))
-    return Reward(state, action, state * action)
+    return Reward(state, action, 0 if truncated else state * action)

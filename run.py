@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import json
@@ -33,7 +34,7 @@ import transformers
 
 # what --resume lets the user change: speed, memory, reporting, how long to go on. (RL's rate is constant after its warm-up, so more
 # steps are the same run going on; a longer SFT run is another one, for its rate falls towards the last step.)
-FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "max_skips", "steps",
+FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "steps",
         "out", "base", "resume", "overwrite"}
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}          # of a file system that cannot
@@ -48,13 +49,17 @@ class UserError(Exception):
     """Something that the user can mend; its text is one line that says how."""
 
 
-def option(default, comment, builtin=None, choices=None, some=False, **limits):
+def option(default, comment, builtin=None, choices=None, some=False, group="run", **limits):
     """A dataclass field that becomes a flag. builtin: the default for the built-in model where it differs.
 
     some: a comma-separated choice of the default's names. limits: the range of a number, by the names in LIMITS.
     """
-    return dataclasses.field(default=default, metadata={
-        "comment": comment, "builtin": builtin, "choices": choices, "some": some, "limits": limits})
+    return dataclasses.field(default=default, metadata={"comment": comment, "builtin": builtin, "choices": choices,
+                                                        "some": some, "group": group, "limits": limits})
+
+
+GROUPS = ("method", "data", "optimisation", "memory and speed", "run")                   # of --help, in this order
+method, data, optimisation, memory, running = (functools.partial(option, group=name) for name in GROUPS)
 
 
 def bounds(field) -> str:
@@ -76,22 +81,23 @@ def read_flags(options_class, argv=None, positional: str | None = None) -> dict:
     """Command line -> the options that the user gave, by field name. Unknown flags and wrong types are UserErrors."""
     doc = sys.modules[options_class.__module__].__doc__ if options_class.__module__ in sys.modules else ""
     parser = _Parser(description=(doc or "").split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=110))
+                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=120),
+                     usage="python %(prog)s [options]")
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
     types = typing.get_type_hints(options_class)
     for field in dataclasses.fields(options_class):
         kind = next((t for t in typing.get_args(types[field.name]) if t is not type(None)), types[field.name])
-        text = f"{field.metadata['comment']} (default {field.default}"
-        if field.metadata["builtin"] is not None:
-            text += f"; built-in model {field.metadata['builtin']}"
-        text = (f"{text}; {bounds(field)}".removesuffix("; ") + ")").replace("%", "%%")
+        meta, group = field.metadata, groups[field.metadata["group"]]
+        text = f"{meta['comment']} ({field.default}"
+        text += "" if meta["builtin"] is None else f"; built-in model {meta['builtin']}"
+        text = (f"{text}; {bounds(field)}".removesuffix("; ") + ")").replace("%", "%%").replace(" ()", "")
         if field.name == positional:
-            parser.add_argument(field.name, nargs="?", help=text)
+            group.add_argument(field.name, nargs="?", help=text)
         elif kind is bool:
-            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=text)
+            group.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=text)
         else:
-            choices = field.metadata["choices"]
-            shown = f"{{{','.join(choices)}}}" if choices else None
-            parser.add_argument(f"--{field.name}", type=kind, metavar=shown, help=text)
+            shown = f"{{{','.join(meta['choices'])}}}" if meta["choices"] else kind.__name__.upper()
+            group.add_argument(f"--{field.name}", type=kind, metavar=shown, help=text)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         near = meant(unknown[0].split("=")[0], parser._option_string_actions)
@@ -147,18 +153,10 @@ def check_file(path: str):
     require((there == file or there.is_dir()) and os.access(there, os.W_OK), f"cannot write {path}: give another --out")
 
 
-class OutOfMemory(UserError):
-    """Memory ran out; the text names options that need less."""
-
-
-def within_memory(advice: str, function, *args, **kwargs):
-    """function(*args, **kwargs); if memory runs out in it, OutOfMemory with this advice. Its tensors are free again by then."""
-    try:
-        return function(*args, **kwargs)
-    except RuntimeError as error:                                        # of a GPU; of a CPU
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-    raise OutOfMemory(f"out of memory {advice}")                         # not in the block above: the first error's frames hold the tensors
+def no_memory(error: BaseException | None) -> bool:
+    """Whether an error means that memory ran out, of a GPU or of a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or \
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def disk_error(error: BaseException | None) -> str | None:
@@ -182,17 +180,16 @@ def program(main):
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        within_memory("(lower --rows or --max_message, train with --lora_rank 16, or choose a smaller model)", main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if not disk_error(error):
+        said = str(error) if isinstance(error, UserError) else disk_error(error) or no_memory(error) and \
+            "out of memory (lower --rows or --max_message, train with --lora_rank 16, or choose a smaller model)"
+        if not said:
             raise
-        print(f"error: {disk_error(error)}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -435,3 +432,7 @@ class Run:
         os.replace(self.folder, self.final)
         sync(self.final.absolute().parent)
         tidy(self.final)
+
+
+# in every figure: tokens and programs
+COLOURS = {"high": "C0", "none": "C7", "low": "C3", "GRPO": "C1", "RC-GRPO": "C2"}

@@ -51,6 +51,9 @@ class Trajectory:
     logprobs: list[float]                                # of the sampled tokens, at the sampling temperature; 0 elsewhere
     messages: list[str] = field(default_factory=list)    # what the policy said, message by message
     truncated: bool = False                              # cut by a limit on tokens or messages: scored 0
+    token: str | None = None                             # the reward token in its prompt; set with the two below by
+    outcome: object = None                               # evaluate.sample: reward.Reward of the episode
+    reward: float = 0.0                                  # what the episode earned
 
     @property
     def sampled(self) -> int:

@@ -4,94 +4,71 @@
     python sft.py --plain                                # the SFT baseline -> runs/sft
     python sft.py --model Qwen/Qwen2.5-7B-Instruct --env bfcl
 
-Loss: -sum_t log pi(a_t | h_t, r) over the assistant's tokens, r being the label in the prompt: <|high_reward|> where the
-episode's computed reward is 1, <|low_reward|> where it is 0. Successes and failures are 1:1. Plain SFT uses the successes
-only, without a token.
-
-Three options are controls for ablate.py, not the paper's: --labels shuffled (the labels change places among the trajectories and
-mean nothing), --own N (successes sampled from the model itself join the demonstrations, without conditioning this is RFT) and
---blind_spot S (the labels of a judge who is fooled on a part of the tasks, `blind_spot_data`).
+Loss: -sum_t log pi(a_t | h_t, r) over the assistant's tokens, r being the reward token in the prompt: <|high_reward|>
+where the episode's computed reward is 1, <|low_reward|> where it is 0. Successes and failures are 1:1. Plain SFT uses
+the successes only, without a token.
 
 Departures: failures come from golden trajectories with realistic mistakes (`corrupt`), or, with --failures policy, from
-episodes sampled from the model itself; the paper does not say where its own come from. The built-in model has no
-pretraining, so a stand-in is trained first and kept in runs/base: word lists to copy, single calls, then dialogues of which
-a quarter has a mistake. Its preset gives failures three mistakes but a fifth of the weight, and the reward tokens' rows ten
-times the learning rate: a model this small notices a label only after some hundred steps, and noise costs it precision.
+episodes sampled from the model itself. The built-in model's preset gives failures three mistakes but a fifth of the
+weight, and the reward tokens' rows ten times the learning rate: a model this small notices a token only after some
+hundred steps, and noise costs it precision. Its stand-in for pretraining is in builtin.py.
 """
-import hashlib
-import json
 import math
 import random
 import time
-import zlib
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
-import envs
-import tokens
 from envs import Call
-from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, one_variant_each, play, rate,
-                      record, table)
-from model import (MemoryOptions, Optimizer, add_reward_tokens, batches_by_length, builtin_policy, load_policy, pad, save_policy,
-                   token_logprobs)
+from evaluate import (TASK_KEYS, TaskOptions, check_prompts, held_out_tasks, load_tasks, play, rate, record,
+                      run_config, sample, table, verdict)
+from model import MemoryOptions, Optimizer, batches_by_length, load_policy, pad, save_policy, token_logprobs
 from reward import replay, trajectory_reward
-from run import (Run, UserError, checkpoint_of, claim, command_line, config_of, make_options, option, program,
-                 read_flags, read_json, require, resolved, to_line, within_memory)
-from sampler import Sampler
-from state import Keeper, weights_hash
-from tokens import HIGH, LOW, Renderer, signature
+from run import (Run, checkpoint_of, claim, command_line, config_of, data, make_options, memory, method, optimisation,
+                 program, read_flags, require, resolved, running, to_line)
+from sampler import Sampler, Trajectory
+from state import Keeper
+from tokens import HIGH, LOW, Renderer
+
+BETAS = (0.9, 0.95)        # of AdamW
+CLIP_NORM = 1.0            # of the gradient
 
 
 @dataclass
 class Options(MemoryOptions, TaskOptions):
-    model: str = option("builtin", "builtin, a hub name, a checkpoint folder or a GGUF file")
-    plain: bool = option(False, "the SFT baseline: successes only, no reward token")
-    out: str = option("", "run folder (default runs/rctp, with --plain runs/sft)")
-    demos: int = option(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=1200, least=0)
-    failures: str = option("corrupt", "where failures come from: corrupt (golden calls with a mistake) or policy (sampled)",
+    plain: bool = method(False, "the SFT baseline: successes only, no reward token")
+    failures: str = method("corrupt", "where failures come from: golden calls with a mistake, or sampled episodes",
                            choices=("corrupt", "policy"))
-    mistakes: int = option(1, "mistakes in a corrupted failure", builtin=3, least=1)
-    failure_weight: float = option(1.0, "weight of a failure's tokens in the loss (paper: 1)", builtin=0.2, above=0)
-    labels: str = option("reward", "reward, or shuffled: a control, the labels change places among the trajectories", choices=("reward", "shuffled"))
-    own: int = option(0, "more tasks without a demonstration, one sampled episode each; the successes are added",
-                      least=0)
-    blind_spot: float = option(0.0, "share of the tools whose labels a fooled judge gives (blind_spot_data)",
-                                least=0, most=1)
-    schemas: str = option("template", "tools in the prompt: template (the model's own way), full (JSON) or compact (signatures)",
-                          choices=("template", "full", "compact"))
-    lr: float = option(5e-5, "learning rate", builtin=1e-3, above=0)
-    row_speed: float = option(1.0, "learning rate of the reward tokens' rows, as a multiple of --lr", builtin=10.0,
-                              above=0)
-    epochs: int = option(3, "passes over the data", least=1)
-    batch: int = option(32, "trajectories in a step", builtin=16, least=1)
-    warmup: int = option(10, "steps of linear warm-up, while the rate falls linearly to 0", builtin=100, least=0)
-    weight_decay: float = option(0.0, "AdamW's weight decay", least=0)
-    clip_norm: float = option(1.0, "gradient norm, at most", above=0)
-    token_budget: int = option(16384, "tokens of one micro-batch, at most, padding included (at least one trajectory)",
-                               builtin=4096, least=1)
-    max_length: int = option(0, "drop trajectories longer than this; 0: the model's context", least=0)
-    base: str = option("runs/base", "where the built-in model's stand-in for pretraining is kept")
-    base_seed: int = option(0, "seed of the built-in model's stand-in for pretraining", least=0)
-    pretrain: bool = option(False, "make that stand-in and nothing else")
-    eval_tasks: int = option(40, "held-out tasks for the closing evaluation; 0: none", builtin=300, least=0)
-    eval_part: str = option("test", "part of the split for the closing evaluation", choices=("validation", "test"))
-    rows: int = option(16, "episodes side by side in evaluation", builtin=256, least=1)
-    max_message: int = option(512, "tokens of one assistant message in evaluation, at most", builtin=64, least=1)
-    max_messages: int = option(40, "assistant messages of one episode in evaluation, at most", builtin=16, least=1)
-    save_every: int = option(50, "steps between saved states", least=1)
-    max_skips: int = option(5, "steps in a row with NaN or infinity after which the run stops", least=1)
-    resume: bool = option(False, "go on with the interrupted run in <out>.partial")
-    overwrite: bool = option(False, "replace an older run in <out> when this one is complete, a stopped one at once")
+    mistakes: int = method(1, "mistakes in a corrupted failure", builtin=3, least=1)
+    failure_weight: float = method(1.0, "weight of a failure's tokens in the loss", builtin=0.2, above=0)
+    row_speed: float = method(1.0, "learning rate of the reward tokens' rows over --lr", builtin=10.0, above=0)
+    model: str = data("builtin", "builtin, a hub name, a run or checkpoint folder, a GGUF file")
+    schemas: str = data("saved", "tools in the prompt: the model's own way, JSON, signatures; saved: as before",
+                        choices=("saved", "template", "full", "compact"))
+    demos: int = data(0, "tasks with a demonstration; 0: all training tasks (bfcl)", builtin=1200, least=0)
+    eval_tasks: int = data(40, "held-out tasks for the closing evaluation; 0: none", builtin=300, least=0)
+    lr: float = optimisation(5e-5, "learning rate", builtin=1e-3, above=0)
+    epochs: int = optimisation(3, "passes over the data", least=1)
+    batch: int = optimisation(32, "trajectories in a step", builtin=16, least=1)
+    warmup: int = optimisation(10, "steps of linear warm-up, while the rate falls to 0", builtin=100, least=0)
+    token_budget: int = memory(16384, "tokens of a micro-batch, at most, padding included", builtin=4096, least=1)
+    rows: int = memory(16, "episodes side by side in the sampler", builtin=256, least=1)
+    max_message: int = memory(512, "tokens of one assistant message, at most", builtin=64, least=1)
+    max_messages: int = memory(40, "assistant messages of one episode, at most", builtin=16, least=1)
+    out: str = running("", "run folder; runs/rctp, with --plain runs/sft")
+    base: str = running("runs/base", "where the built-in model's stand-in for pretraining is kept")
+    base_seed: int = running(0, "its seed", least=0)
+    pretrain: bool = running(False, "make that stand-in and nothing else")
+    save_every: int = running(50, "steps between saved states", least=1)
+    resume: bool = running(False, "go on with the interrupted run in <out>.partial")
+    overwrite: bool = running(False, "replace an older run in <out> when this one is complete")
 
     def check(self):
         require(not self.pretrain or self.model == "builtin", "--pretrain is for the built-in model")
-        require(not self.plain or (self.labels == "reward" and not self.blind_spot), "--labels and --blind_spot are about labels, and --plain has none")
-        require(not self.blind_spot or (self.labels == "reward" and self.failures == "corrupt" and not self.own),
-                "--blind_spot makes its own data: not with --labels shuffled, --failures policy or --own")
-        require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1 for the simulator (it has no end of tasks)")
+        require(self.env == "bfcl" or self.demos >= 1, "--demos must be at least 1: the simulator has no end of tasks")
+        self.out = self.out or ("runs/sft" if self.plain else "runs/rctp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,23 +94,26 @@ def _change(value, others: list, rng: random.Random):
 def corrupt(task, rng: random.Random, turns: list[list[Call]] | None = None) -> tuple[str, list[list[Call]]]:
     """Calls per turn (the golden ones if None) with one realistic mistake more -> (kind of mistake, calls per turn).
 
-    Kinds: drop (a call is forgotten), value (a wrong argument), tool (another tool of the list), missing (an argument is
-    left out), repeat (a call is made twice), swap (two values change places), invented (a tool that does not exist), early
+    Kinds: drop (a call is forgotten), value (a wrong argument), tool (another tool of the list), missing (an argument
+    is left out), repeat (a call made twice), swap (two values change places), invented (no such tool exists), early
     (the last turns get no calls), eager (calls one turn before they are possible). What the mistake is worth is for
     reward.py to say: some are harmless.
     """
-    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in (task.golden if turns is None else turns)]
+    turns = task.golden if turns is None else turns
+    turns = [[Call(call.name, dict(call.arguments)) for call in turn] for turn in turns]
     busy = [t for t, turn in enumerate(turns) if turn]
     if not busy:
         return "none", turns
     t = rng.choice(busy)
     i = rng.randrange(len(turns[t]))
     call = turns[t][i]
-    words = [value for turn in task.golden for other in turn for value in other.arguments.values() if isinstance(value, str)]
+    values = [value for turn in task.golden for other in turn for value in other.arguments.values()]
+    words = [value for value in values if isinstance(value, str)]
     words += [word.strip(".,?!") for word in " ".join(task.turns).split() if len(word) > 3]
     strings = [name for name, value in call.arguments.items() if isinstance(value, str)]
     kinds = ["drop", "tool", "repeat", "invented"] + (["value", "value", "missing"] if call.arguments else [])
-    kinds += ["swap"] * (len(strings) > 1) + ["early"] * (len(busy) > 1) + ["eager", "eager"] * (t > 0 and not turns[t - 1])
+    kinds += ["swap"] * (len(strings) > 1) + ["early"] * (len(busy) > 1)
+    kinds += ["eager", "eager"] * (t > 0 and not turns[t - 1])
     kind = rng.choice(kinds)
     if kind == "drop":
         del turns[t][i]
@@ -171,265 +151,162 @@ def corrupted_failure(task, rng: random.Random, mistakes: int, tries: int = 20):
     return None
 
 
-@dataclass
-class Example:
-    """A labelled trajectory: ids (T,), mask (T,) True on assistant tokens, the computed reward (with --blind_spot: the judge's)."""
-    ids: list[int]
-    mask: list[bool]
-    reward: int
+def labelled(renderer: Renderer, episode, plain: bool = False) -> Trajectory:
+    """A demonstrated episode as a trajectory under the reward token that its computed reward earns (plain: none)."""
+    outcome = trajectory_reward(episode)
+    token = None if plain else HIGH if outcome.total == 1 else LOW
+    ids, mask = renderer.conversation(episode.messages, episode.task.episode().tools, token)
+    return Trajectory(episode, ids, mask, [], token=token, outcome=outcome, reward=float(outcome.total))
 
 
-def example(renderer: Renderer, episode, labelled: bool) -> Example:
-    """A demonstrated episode -> ids under the label that its computed reward gives it."""
-    reward = trajectory_reward(episode).total
-    goal = (HIGH if reward == 1 else LOW) if labelled else None
-    start = episode.task.episode()
-    return Example(*renderer.conversation(episode.messages, start.tools, goal), reward)
+def relabelled(renderer: Renderer, t: Trajectory, token: str | None) -> Trajectory:
+    """The same trajectory under another reward token: the prompt is written again, what was said stays as it is."""
+    start = t.episode.task.episode()
+    before, prompt = (renderer.prompt(start.messages, start.tools, each) for each in (t.token, token))
+    n = len(before)
+    return replace(t, ids=prompt + t.ids[n:], mask=[False] * len(prompt) + t.mask[n:], token=token)
 
 
-def sampled(sampler: Sampler, tasks: list, seed: int, reward: int, goal: str | None, rounds: int = 4) -> list[Example]:
-    """One episode per task with this reward, sampled from the policy without a token in at most `rounds` tries and put under `goal`."""
-    left, examples = list(tasks), []
+def sampled(sampler: Sampler, tasks: list, seed: int, reward: int, token: str | None, rounds=4) -> list[Trajectory]:
+    """One episode a task with this reward, sampled without a token in `rounds` tries at most, put under `token`."""
+    left, found = list(tasks), []
     for attempt in range(rounds):
-        episodes = [task.episode() for task in left]
-        renderer = sampler.renderer
-        prompts = [renderer.prompt(episode.messages, episode.tools) for episode in episodes]
-        labelled = [renderer.prompt(episode.messages, episode.tools, goal) for episode in episodes]
-        for prompt, start, trajectory in zip(prompts, labelled, sampler.rollout(episodes, prompts, seed=(seed, attempt))):
-            if not trajectory.truncated and trajectory_reward(trajectory.episode).total == reward:
-                n = len(prompt)                          # what was sampled stays as it is; the prompt now carries the label
-                examples.append(Example(start + trajectory.ids[n:], [False] * len(start) + trajectory.mask[n:], reward))
-                left.remove(trajectory.episode.task)
-        if not left:
-            break
-    return examples
+        for t in sample(sampler, left, [None] * len(left), seed=(seed, attempt)) if left else []:
+            if not t.truncated and t.reward == reward:
+                found.append(relabelled(sampler.renderer, t, token))
+                left.remove(t.episode.task)
+    return found
 
 
-def relabel(renderer: Renderer, item: Example, goal: str) -> Example:
-    """The same trajectory under another label: the one reward token among its ids."""
-    high, low = (renderer.tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW))
-    return replace(item, ids=[(high if goal == HIGH else low) if token in (high, low) else token for token in item.ids])
-
-
-def in_blind_spot(task, share: float) -> bool:
-    """Whether a task belongs to the fixed part on which --blind_spot is fooled: by its first golden call's tool, `share` of all tools."""
-    first = next(call for turn in task.golden for call in turn)
-    return zlib.crc32(first.name.encode()) % 1000 < 1000 * share
-
-
-def blind_spot_data(o: Options, renderer: Renderer, tasks: list) -> list[Example]:
-    """RCTP data of a judge with a blind spot: there a high mode is learned that is sure and wrong, and a low mode that is right at times.
-
-    In the blind spot an episode without its first golden call (always this mistake, R = 0) counts as a success, and what counts as
-    a failure is by turns the right episode and a corrupted one. Elsewhere the labels are the computed rewards.
-    """
-    rng, good, bad = random.Random(f"stage1-{o.seed}"), [], []
-    right_ones = 0
-    for task in tasks:
-        right, wrong = demonstrate(task), corrupted_failure(task, rng, o.mistakes)
-        if in_blind_spot(task, o.blind_spot):
-            turns = [list(turn) for turn in task.golden]
-            del next(turn for turn in turns if turn)[0]
-            fooled = demonstrate(task, turns)
-            if trajectory_reward(fooled).total:
-                raise RuntimeError(f"{task.id}: R = 1 without the first golden call")
-            right_ones += 1
-            right, wrong = fooled, right if right_ones % 2 else wrong
-        good.append(replace(relabel(renderer, example(renderer, right, True), HIGH), reward=1))
-        if wrong is not None:
-            bad.append(replace(relabel(renderer, example(renderer, wrong, True), LOW), reward=0))
-    return good + bad
-
-
-def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | None, more: list = ()) -> list[Example]:
-    """RCTP data, successes and failures 1:1; with o.plain the successes alone. more: tasks without a demonstration, for --own.
-
-    Every label is the computed reward, except with --labels shuffled (a permutation of them) and --blind_spot (blind_spot_data).
-    """
-    if o.blind_spot:
-        return blind_spot_data(o, renderer, tasks)
+def stage1_data(o: Options, renderer: Renderer, tasks: list, sampler: Sampler | None = None) -> list[Trajectory]:
+    """RCTP data, successes and failures 1:1, each under the token of its computed reward; o.plain: successes alone."""
     rng = random.Random(f"stage1-{o.seed}")
-    good = [example(renderer, demonstrate(task), not o.plain) for task in tasks]
-    if wrong := sum(item.reward != 1 for item in good):
+    good = [labelled(renderer, demonstrate(task), o.plain) for task in tasks]
+    if wrong := sum(t.reward != 1 for t in good):
         raise RuntimeError(f"{wrong} golden replays do not get R = 1")
-    if more:
-        good += sampled(sampler, more, 50_000 + o.seed, 1, None if o.plain else HIGH, rounds=1)
     if o.plain:
         return good
     if o.failures == "policy":
-        bad = sampled(sampler, tasks, o.seed, 0, LOW)
-    else:
-        bad = [example(renderer, episode, True) for task in tasks if (episode := corrupted_failure(task, rng, o.mistakes)) is not None]
-    if o.labels == "shuffled":                                           # the reward, and with it the weight of a failure, stays the true one
-        goals = [HIGH] * len(good) + [LOW] * len(bad)
-        random.Random(f"labels-{o.seed}").shuffle(goals)
-        return [relabel(renderer, item, goal) for item, goal in zip(good + bad, goals)]
-    return good + bad
+        return good + sampled(sampler, tasks, o.seed, 0, LOW)
+    failures = (corrupted_failure(task, rng, o.mistakes) for task in tasks)
+    return good + [labelled(renderer, episode) for episode in failures if episode is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # learning
 
-def fit(model, examples: list[Example], lr: float, epochs: int, batch: int, warmup: int, weight_decay: float, clip_norm: float,
-        token_budget: int, seed: int, title: str, log=None, row_speed: float = 1.0, failure_weight: float = 1.0, keeper: Keeper | None = None):
-    """Minimise the mean negative log-likelihood of the assistant's tokens; the mean is over the whole step's tokens.
-
-    row_speed: learning rate of the reward tokens' rows over lr; failure_weight: weight of a token in a failure. log gets a row of
-    metrics after every step. keeper: goes on where an interrupted run was, and saves. A step with NaN or infinity in the loss or the
-    gradient changes no weight.
-    """
-    optimizer = Optimizer(model, lr, betas=(0.9, 0.95), weight_decay=weight_decay, row_speed=row_speed)
-    steps = epochs * -(-len(examples) // batch)
-    step, device = 0, model.device
-    done = keeper.begin(optimizer) if keeper else 0
-    with tqdm(total=steps, initial=done, desc=title, unit="step") as bar:
-        for epoch in range(epochs):
-            order = list(range(len(examples)))
-            random.Random(f"{seed}-{epoch}").shuffle(order)
-            for start in range(0, len(order), batch):
-                if step < done:
-                    step += 1
-                    continue
-                rows = [examples[i] for i in order[start:start + batch]]
-                weight = [1.0 if row.reward else failure_weight for row in rows]
-                normaliser = sum(w * sum(row.mask) for w, row in zip(weight, rows))      # known before the first backward
-                began, total = time.time(), 0.0
-                for group in batches_by_length([len(row.ids) for row in rows], token_budget):
-                    ids = pad([rows[i].ids for i in group], 0, device)                   # (B, T)
-                    mask = pad([rows[i].mask for i in group], False, device)             # (B, T)
-                    weights = torch.tensor([weight[i] for i in group], device=device)    # (B,)
-                    loss = -(weights * token_logprobs(model, ids, mask).sum(1)).sum() / normaliser
-                    loss.backward()
-                    total += float(loss.detach())
-                rate_now = lr * min(1.0, (step + 1) / max(1, warmup)) * (1 - step / steps)
-                norm = optimizer.step(rate_now, clip_norm) if math.isfinite(total) else optimizer.discard()
-                skipped = int(not math.isfinite(norm))
-                step += 1
-                seconds = time.time() - began
-                bar.set_postfix(loss=f"{total:.3f}", tok_s=f"{sum(len(row.ids) for row in rows) / seconds:.0f}",
-                                **(keeper.shown(skipped) if keeper else {}), refresh=False)
-                bar.update()
-                if log:
-                    log({"step": step, "loss": total, "grad_norm": norm, "lr": rate_now, "tokens": sum(sum(row.mask) for row in rows),
-                         "skipped": skipped, "seconds": seconds})
-                if keeper:
-                    keeper.done(skipped, last=step == steps)
-
-
 @dataclass
-class Pretraining:
-    """The stand-in for pretraining: what a chat model would bring along. Part of the built-in preset, not of the method."""
-    echoes: int = 3_000        # phase 1, word lists to be said again: copying, which real models bring from text
-    singles: int = 8_000       # phase 2, tasks with a single call, two in three of them base
-    dialogues: int = 4_000     # phase 3, whole tasks
-    corrupted: float = 0.25    # share of these with a mistake: the base model is to be unsure, as chat models are
-    lr: float = 3e-3           # of phases 1 and 2; half of it in phase 3
+class Fit:
+    """What fit() needs of a program's options."""
+    lr: float
+    epochs: int = 1
     batch: int = 16
-    width: int = 128
-    layers: int = 4
+    warmup: int = 50
+    token_budget: int = 4096
     seed: int = 0
+    row_speed: float = 1.0                  # learning rate of the reward tokens' rows over lr
+    failure_weight: float = 1.0             # weight of a token in a failure
 
 
-def pretrained_builtin(folder: str, p: Pretraining = Pretraining(), *, seed: int = 0) -> str:
-    """The built-in base model's checkpoint; trained on first use, and again when its recipe or the simulator has changed."""
-    p = replace(p, seed=seed)
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, tokens))
-    recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + sources).hexdigest()
-    stamp = Path(folder) / "config.json"
-    if stamp.exists() and read_json(stamp).get("recipe") == recipe:
-        return str(Path(folder) / "checkpoint")
-    with Run(folder, {"recipe": recipe, "pretraining": asdict(p), "builtin": True}, overwrite=True) as run:
-        model, tokenizer = pretrain(p, lambda row: run.append("metrics.jsonl", row))
-        save_policy(model, tokenizer, run.folder / "checkpoint")
-        run.finish()
-    return str(Path(folder) / "checkpoint")
+def fit(model, data: list[Trajectory], o, title: str, keeper: Keeper | None = None, log=lambda row: None):
+    """Minimise the negative log-likelihood of the assistant's tokens, its mean over the whole step's tokens.
+
+    o: Options or a Fit. keeper: goes on where an interrupted run was, logs, saves; without, a step's row goes to log.
+    """
+    optimizer = Optimizer(model, o.lr, betas=BETAS, row_speed=o.row_speed)
+    per_epoch = -(-len(data) // o.batch)
+    total = o.epochs * per_epoch
+    log = keeper.log if keeper else log
+    for step in keeper.steps(total, optimizer, title) if keeper else tqdm(range(total), desc=title, unit="step"):
+        order = list(range(len(data)))
+        random.Random(f"{o.seed}-{step // per_epoch}").shuffle(order)
+        first = step % per_epoch * o.batch
+        lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup)) * (1 - step / total)
+        log({"step": step + 1, **update(model, optimizer, [data[i] for i in order[first:first + o.batch]], lr, o)})
 
 
-def pretrain(p: Pretraining, log):
-    """The stand-in itself -> (model, tokenizer)."""
-    rng = random.Random(p.seed)
-    few = {"turns": (1, 1), "calls": (1, 1), "tools": 4}
-    singles = one_variant_each(p.singles * 2 // 3, 1_000_000 + p.seed, ("base",), **few)
-    singles += one_variant_each(p.singles - len(singles), 2_000_000 + p.seed, ("miss_func", "miss_param"), **few)
-    dialogues = one_variant_each(p.dialogues, 3_000_000 + p.seed, turns=(1, 2), calls=(1, 1), tools=6, clutter=3)
-    chats = {"single calls": [(demonstrate(task), task) for task in singles],
-             "dialogues": [(demonstrate(task, corrupt(task, rng)[1] if rng.random() < p.corrupted else None), task) for task in dialogues]}
-    words = sorted({word for task in singles for text in task.turns for word in text.split()})
-    lists = [" ".join(rng.choices(words, k=rng.randint(6, 14))) for _ in range(p.echoes)]
-
-    corpus = [message["content"] for pairs in chats.values() for episode, _ in pairs for message in episode.messages]     # the tokenizer's
-    corpus += [signature(tool) for task in singles for tool in task.episode().tools]
-    corpus += [tokens.python_calls(calls) for task in singles for calls in task.golden] + [tokens.FRAME + tokens.goal_text("")] * 2
-    model, tokenizer = builtin_policy(corpus, p.seed, p.width, p.layers)
-    add_reward_tokens(model, tokenizer)
-    renderer = Renderer(tokenizer)
-    echoes = [Example(*renderer.conversation([{"role": "user", "content": text}, {"role": "assistant", "content": text}], []), 1) for text in lists]
-    phases = {"copying": (echoes, p.lr)} | {
-        title: ([Example(*renderer.conversation(episode.messages, task.episode().tools), 1) for episode, task in pairs],
-                p.lr if title == "single calls" else p.lr / 2) for title, pairs in chats.items()}
-    for title, (examples, lr) in phases.items():
-        fit(model, examples, lr, 1, p.batch, 50, 0.0, 1.0, 4096, p.seed, f"built-in model, once: {title}",
-            lambda row: log({"phase": title, **row}))
-    return model, tokenizer
+def update(model, optimizer: Optimizer, rows: list[Trajectory], lr: float, o) -> dict:
+    """One optimizer step; one with NaN or infinity in the loss or the gradient changes no weight."""
+    weight = [1.0 if row.reward else o.failure_weight for row in rows]
+    normaliser = sum(w * row.sampled for w, row in zip(weight, rows))                    # before the first backward
+    began, loss_sum, device = time.time(), 0.0, model.device
+    for part in batches_by_length([len(row.ids) for row in rows], o.token_budget):
+        ids = pad([rows[i].ids for i in part], 0, device)                                # (B, T)
+        mask = pad([rows[i].mask for i in part], False, device)                          # (B, T)
+        weights = torch.tensor([weight[i] for i in part], device=device)                 # (B,)
+        loss = -(weights * token_logprobs(model, ids, mask).sum(1)).sum() / normaliser
+        loss.backward()
+        loss_sum += float(loss.detach())
+    norm = optimizer.step(lr, CLIP_NORM) if math.isfinite(loss_sum) else optimizer.discard()
+    seconds = time.time() - began
+    return {"loss": loss_sum, "grad_norm": norm, "lr": lr, "tokens": sum(row.sampled for row in rows),
+            "skipped": int(not math.isfinite(norm)), "seconds": seconds,
+            "tok_s": sum(len(row.ids) for row in rows) / seconds}
 
 
-def main(argv=None):
-    given = read_flags(Options, argv)
-    fresh = given.get("model", "builtin") == "builtin"
-    made = {} if fresh else config_of(given["model"])                    # tasks, preset and schemas of that run go on
-    builtin = fresh or made.get("builtin", False)
-    inherited = {key: value for key, value in made.get("tasks", {}).items() if key in TASK_KEYS}
-    if "schemas" in made.get("options", {}) and not builtin:
-        inherited["schemas"] = made["options"]["schemas"]
-    o = make_options(Options, {**inherited, **given}, builtin)
-    out = o.out or ("runs/sft" if o.plain else "runs/rctp")
-    if not o.pretrain:
-        claim(out, o.resume, o.overwrite, o.model)                       # before anything that takes long
-        require(not fresh or resolved(o.base) != resolved(out), f"--base and --out are both {out}: give another --out")
-    device = o.torch_device()
-    if o.pretrain:
-        print(f"the built-in base model is in {pretrained_builtin(o.base, seed=o.base_seed)}")
-        return
-    tasks = load_tasks(o, "train", o.demos, seed=o.seed)
-    held_out = load_tasks(o, o.eval_part, o.eval_tasks, seed=10_000 + o.seed) if o.eval_tasks else []
-    source = pretrained_builtin(o.base, seed=o.base_seed) if fresh else checkpoint_of(o.model)
+def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, held_out=None):
+    """Stage 1 into the run folder o.out. builtin: whether the model is the built-in one, or learned from it.
+
+    command: its words, for messages. make_data(o, renderer, tasks, sampler) -> trajectories. held_out: tasks to measure
+    success on; by default test tasks.
+    """
+    claim(o.out, o.resume, o.overwrite, o.model)                                         # before all that takes long
+    device, tasks = o.torch_device(), load_tasks(o, "train", o.demos, seed=o.seed)
+    held_out = held_out_tasks(o) if held_out is None else held_out
+    if o.model == "builtin":
+        from builtin import pretrained                                                   # which learns by fit(), too
+        require(resolved(o.base) != resolved(o.out), f"--base and --out are both {o.out}: give another --out")
+        source = pretrained(o.base, o.base_seed)
+    else:
+        source = checkpoint_of(o.model)
     model, tokenizer = load_policy(source, device)
-    o.prepare(model, o.seed)
-    if not builtin or "schemas" in given:
-        tokenizer.init_kwargs["tool_schemas"] = o.schemas                # saved with the tokenizer: part of the checkpoint
+    o.prepare(model, o.seed)                                                             # LoRA, gradient checkpointing
+    if o.schemas != "saved":
+        tokenizer.init_kwargs["tool_schemas"] = o.schemas                                # part of the checkpoint
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
-    check_prompts(sampler, held_out)                                     # fails before anything is written
-    known = {task.id for task in tasks}
-    more = [task for task in load_tasks(o, "train", 0 if o.env == "bfcl" else o.own, seed=50_000 + o.seed) if task.id not in known][:o.own]
-    require(len(more) == o.own, f"--own {o.own}: only {len(more)} training tasks have no demonstration; lower --demos")
-    examples = stage1_data(o, sampler.renderer, tasks, sampler, more)
-    limit = o.max_length or model.config.max_position_embeddings
-    kept = [item for item in examples if len(item.ids) <= limit and any(item.mask)]
+    check_prompts(sampler, held_out)
+    examples, limit = make_data(o, sampler.renderer, tasks, sampler), model.config.max_position_embeddings
+    kept = [t for t in examples if len(t.ids) <= limit and t.sampled]
     if len(kept) < len(examples):
         print(f"dropped {len(examples) - len(kept)} of {len(examples)} trajectories: longer than {limit} tokens")
-    require(len(kept) > 0, f"every trajectory is longer than {limit} tokens; use --schemas compact or a model with a longer context")
-    print(f"{len(kept)} trajectories: {sum(item.reward for item in kept)} successes, {sum(1 - item.reward for item in kept)} failures")
+    require(len(kept) > 0, f"every trajectory is longer than {limit} tokens; use --schemas compact or a longer context")
+    good = sum(t.reward == 1 for t in kept)
+    print(f"{len(kept)} trajectories: {good} successes, {len(kept) - good} failures")
 
-    config = {"stage": "sft" if o.plain else "rctp", "builtin": builtin, "condition": None if o.plain else "high",
-              "options": asdict(o), "tasks": {key: getattr(o, key) for key in TASK_KEYS},
-              "hashes": {**fingerprint(o, sampler, tasks[0]), "policy": weights_hash(model)}}
-    command = command_line("sft.py", argv)
-    with (Run(out, config, o.resume, o.overwrite, command) as run,
-          Keeper(run, model, tokenizer, o.save_every, o.max_skips) as keeper):
-        within_memory(f"in an update: lower --token_budget or add --grad_checkpoint, then {run.how}; "
-                      "or start again with --lora_rank 16 --overwrite",
-                      fit, model, kept, o.lr, o.epochs, o.batch, o.warmup, o.weight_decay, o.clip_norm, o.token_budget, o.seed,
-                      "SFT" if o.plain else "RCTP-FT", lambda row: run.append("metrics.jsonl", row), o.row_speed, o.failure_weight, keeper)
+    stage, token = ("sft", "none") if o.plain else ("rctp", "high")
+    config = run_config(o, stage, builtin, token, sampler, tasks[0])
+    with (Run(o.out, config, o.resume, o.overwrite, command) as run,
+          Keeper(run, model, tokenizer, o.save_every) as keeper):
+        fit(model, kept, o, "SFT" if o.plain else "RCTP-FT", keeper)
         save_policy(model, tokenizer, run.folder / "checkpoint")
         if held_out:
             with keeper.interruptible():
-                rows = within_memory(f"in a rollout: lower --rows, then {run.how}; what was learned is in {run.folder}/",
-                                     play, sampler, held_out, tuple(GOALS), seed=o.seed)
-            run.write("episodes.jsonl", "".join(to_line(record(row)) for row in rows))
-            print(f"held-out success ({len(held_out)} {o.eval_part} tasks, temperature 1)\n{table(rows)}")
-            print(f"high minus low token: {100 * (rate(rows, goal='high') - rate(rows, goal='low')):.1f} points")
+                rollouts = play(sampler, held_out, seed=o.seed)
+            run.write("episodes.jsonl", "".join(to_line(record(r)) for r in rollouts))
+            rows = [verdict(r) for r in rollouts]
+            print(f"held-out success ({len(held_out)} tasks, temperature 1)\n{table(rows)}")
+            print(f"high minus low token: {100 * (rate(rows, token='high') - rate(rows, token='low')):.1f} points")
         run.finish()
     print(f"wrote {run.final}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl)")
+
+
+def read_options(options_class, argv=None):
+    """(options, whether the preset is the built-in model's): what a run in --model was made for goes on."""
+    given = read_flags(options_class, argv)
+    fresh = given.get("model", "builtin") == "builtin"
+    made = {} if fresh else config_of(given["model"])
+    builtin = fresh or made.get("builtin", False)
+    tasks = {key: value for key, value in made.get("tasks", {}).items() if key in TASK_KEYS}
+    return make_options(options_class, {**tasks, **given}, builtin), builtin
+
+
+def main(argv=None):
+    o, builtin = read_options(Options, argv)
+    if o.pretrain:
+        from builtin import pretrained
+        print(f"the built-in base model is in {pretrained(o.base, o.base_seed)}")
+    else:
+        train(o, builtin, command_line("sft.py", argv))
 
 
 if __name__ == "__main__":

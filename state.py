@@ -15,16 +15,20 @@ import json
 import os
 import shutil
 import signal
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from model import Optimizer, save_policy
-from run import OutOfMemory, Run, UserError, sync
+from run import Run, UserError, no_memory, require, sync
 
 KEPT = 2                   # states
+MAX_SKIPS = 5              # steps in a row with NaN or infinity after which a run stops
+SHOWN = ("loss", "reward", "zero_variance", "kl", "tok_s")               # metrics beside the progress bar
 
 
 def write_tensors(file, tensors: dict[str, torch.Tensor]) -> str:
@@ -102,55 +106,61 @@ def weights_hash(model) -> str:
 
 
 class Keeper:
-    """Keeps a training run: begin() at its start, done() after each of its steps, all in a `with` block.
+    """Keeps a training run, in a `with` block: steps() goes on where it was, saves and stops; log() ends each step.
 
     Inside, Ctrl-C and SIGTERM let the step end, save, say how to go on, exit with 130 or 143 (Ctrl-C twice: at once).
-    After max_skips steps in a row without an update (NaN or infinity in loss, gradient or reward) the run ends with a UserError.
+    After MAX_SKIPS steps in a row without an update (NaN or infinity in loss, gradient or reward) and where memory runs
+    out, the run ends with a UserError; what was learned is saved.
     """
 
-    def __init__(self, run: Run, model, tokenizer, every: int, max_skips: int):
-        self.run, self.model, self.tokenizer, self.every, self.max_skips = run, model, tokenizer, every, max_skips
-        self.steps = self.saved = self.begun = self.skipped = 0
+    def __init__(self, run: Run, model, tokenizer, every: int):
+        self.run, self.model, self.tokenizer, self.every = run, model, tokenizer, every
+        self.done = self.saved = self.begun = self.skipped = 0
         self.optimizer, self.caught, self.at_once = None, None, False
 
-    def begin(self, optimizer: Optimizer) -> int:
-        """Load the newest state where the run is resumed -> the steps it has done; what was recorded of later ones goes."""
+    def steps(self, total: int, optimizer: Optimizer, title: str):
+        """The numbers of the steps that are still to be done, under a progress bar; log() is to be called in each."""
         self.optimizer = optimizer
         if self.run.resumed:
-            self.steps, tensors = newest_state(self.run.folder / "states")
-            print(f"going on after step {self.steps}" if self.steps else "there is no saved state: starting from step 0")
-            if self.steps:
+            self.done, tensors = newest_state(self.run.folder / "states")
+            print(f"going on after step {self.done}" if self.done else "there is no saved state: starting from step 0")
+            if self.done:
                 optimizer.load_tensors(tensors)
-        self.saved = self.steps
-        self.run.cut(self.steps)
+        require(self.done <= total, f"--steps {total}: {self.done} are done already")
+        self.saved = self.done
+        self.run.cut(self.done)                                          # what was recorded of later steps is done again
         for row in self.run.rows("metrics.jsonl"):
-            self.skipped = self.skipped + 1 if row.get("skipped") else 0
-        return self.steps
+            self.skipped = self.skipped + 1 if row["skipped"] else 0
+        with tqdm(total=total, initial=self.done, desc=title, unit="step") as self.bar:
+            while self.done < total:
+                yield self.done
+                if self.caught or self.skipped >= MAX_SKIPS:
+                    self.save(checkpoint=True)
+                    if self.caught:
+                        raise KeyboardInterrupt
+                    raise UserError(f"{self.skipped} steps in a row gave NaN or infinity and were left out; the weights "
+                                    f"of before are in {self.run.folder}/. Start again with a lower --lr and "
+                                    f"--overwrite, or {self.run.how}")
+                if self.done == total or self.done % self.every == 0:
+                    self.save()
 
-    def done(self, skipped: int, last: bool = False):
-        """After a step, its rows written: save if it is time, stop if someone asked for it. skipped: updates that were left out."""
-        self.steps, self.begun = self.steps + 1, self.optimizer.begun
-        self.skipped = self.skipped + 1 if skipped else 0
-        if self.caught or self.skipped >= self.max_skips:
-            self.save(checkpoint=True)
-            if self.caught:
-                raise KeyboardInterrupt
-            raise UserError(f"{self.skipped} steps in a row gave NaN or infinity and were left out; the weights of before are in {self.run.folder}/. "
-                            f"Start again with a lower --lr or --clip_norm and --overwrite, or {self.run.how}")
-        if last or self.steps % self.every == 0:
-            self.save()
-
-    def shown(self, skipped: int) -> dict:
-        """For the bar: how many steps in a row were left out, if any."""
-        return {"skipped": self.skipped + 1} if skipped else {}
+    def log(self, row: dict, *episodes: dict):
+        """The end of a step: its metrics ("skipped": updates that were left out) and its episodes, into the run folder."""
+        self.run.append("metrics.jsonl", row)
+        self.run.append("episodes.jsonl", *episodes)
+        self.done, self.begun = self.done + 1, self.optimizer.begun
+        self.skipped = self.skipped + 1 if row["skipped"] else 0
+        shown = {key: f"{row[key]:.3g}" for key in SHOWN if key in row}
+        self.bar.set_postfix(**shown, **({"skipped": self.skipped} if self.skipped else {}), refresh=False)
+        self.bar.update()
 
     def save(self, checkpoint: bool = False):
         """The state; and the policy so far as a plain Hugging Face folder, to be used: going on does not need it."""
-        if self.steps > self.saved:
+        if self.done > self.saved:
             for path in self.run.folder.glob("*.jsonl"):
                 sync(path)
-            save_state(self.run.folder / "states", self.optimizer.tensors(), self.steps)
-            self.saved = self.steps
+            save_state(self.run.folder / "states", self.optimizer.tensors(), self.done)
+            self.saved = self.done
         if checkpoint:
             save_policy(self.model, self.tokenizer, self.run.folder / "checkpoint")
 
@@ -177,8 +187,14 @@ class Keeper:
 
     def __exit__(self, kind, error, trace):
         try:
-            if isinstance(error, OutOfMemory) and self.steps > self.saved and self.optimizer.begun == self.begun:
-                self.save(checkpoint=True)                               # else a part of the weights may have moved
+            if no_memory(error):
+                traceback.clear_frames(trace)                            # they hold the tensors
+                updating = any(frame.name == "update" for frame in traceback.extract_tb(trace))
+                if self.done > self.saved and self.optimizer.begun == self.begun:
+                    self.save(checkpoint=True)                           # else a part of the weights may have moved
+                less = "update: lower --token_budget or add --grad_checkpoint" if updating else "rollout: lower --rows"
+                raise UserError(f"out of memory in a{'n' * updating} {less}, then {self.run.how}; "
+                                f"what is done is in {self.run.folder}/") from None
         finally:
             for number, handler in self.handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)

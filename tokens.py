@@ -27,6 +27,7 @@ from keyword import iskeyword
 from envs import Call, CallError
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
+REWARD_TOKENS = {"high": HIGH, "low": LOW}
 MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
 SLOT = "\ue001"                    # stands for the assistant's text while the template runs
 FIRST = [{"role": "user", "content": "a"}]        # what must come before the assistant's message
