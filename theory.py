@@ -26,10 +26,11 @@ import torch
 import grpo
 import model as policy
 import rcgrpo
+from builtin import builtin_policy
 from run import COLOURS, UserError, check_file, make_options, option, program, read_flags, require, require_package
 from tokens import HIGH
 
-CLIP, EPS_STAB = grpo.Options.clip, grpo.Options.eps_stab
+CLIP, EPS_STAB = grpo.Options.clip, grpo.EPS_STAB
 HIGH_MODE, LOW_MODE = 0, 1                               # index of a token's table of logits
 
 
@@ -257,7 +258,7 @@ def lemma(o: Options):
     deterministic the lemma fails: KL = 0 says pi = expert, whose best action may have any probability; what remains is
     Pinsker's inequality, pi(a*) >= expert(a*) - sqrt(KL / 2).
     """
-    lm, tokenizer = policy.builtin_policy(["the quick brown fox jumps over the lazy dog"], o.seed, width=16, layers=1)
+    lm, tokenizer = builtin_policy(["the quick brown fox jumps over the lazy dog"], o.seed, width=16, layers=1)
     policy.add_reward_tokens(lm, tokenizer)
     banned = lm.config.reward_token_ids
     prompt = torch.randint(0, min(banned), (64, 6), generator=torch.Generator().manual_seed(o.seed))
