@@ -81,8 +81,8 @@ def from_run(folder: Path | str, curve: dict):
     Exact: per task, with unbiased estimates from its own rollouts: sample variances under either token, and
     (difference of means)^2 less its own sampling variance for Delta^2. In these estimates the formula is an identity
     once the tokens are given, so what it tests is that tokens were drawn as P_sample says, row by row. Bound: from the
-    separation of the whole step, squared, less its squared standard error; by Jensen's inequality the mean over tasks of
-    Delta^2 is at least that. Tokens drawn once per group, say, break the bound. Errors are those of a group over the
+    separation of the whole step, squared, less its squared standard error; by Jensen's inequality the mean over tasks
+    of Delta^2 is at least that. Tokens drawn once per group, say, break the bound. Errors are those of a group over the
     whole run, and of one more at the largest deviation there can be, range^2 / 8, as few groups show none.
     """
     options = read_json(Path(folder) / "config.json")["options"]
