@@ -50,7 +50,9 @@ def whole_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lm, tokenizer = builtin.builtin_policy(["call the tool"] * 9, 0, width=16, layers=1)
     policy.add_reward_tokens(lm, tokenizer)
-    small = rcgrpo.Options(init="run", group=8, rows=64, max_message=12, max_messages=2, tools=3, turns=1,
+    for p in lm.parameters():
+        p.data *= 4 if p.dim() > 1 else 1                                    # so that the token in the prompt matters
+    small = rcgrpo.Options(init="run", group=8, rows=64, max_message=2, max_messages=1, tools=3, turns=1,
                            temperature=0.7, device="cpu")
     made_up_run(Path("run"), steps=2, groups=4, options=asdict(small))
     policy.save_policy(lm, tokenizer, Path("run/checkpoint"))
@@ -58,9 +60,9 @@ def whole_run(tmp_path, monkeypatch):
 
     def lucky(sampler, tasks, tokens, *more, **options):                     # a random policy does not succeed
         rollouts = real(sampler, tasks, tokens, *more, **options)
-        for i, r in enumerate(rollouts):
-            r.reward = float(i % 3 == 0 or r.token == LOW and i % 2)
-        lucky.rollouts = rollouts
+        for r in rollouts:
+            r.reward = float(r.ids[r.mask.index(True)] % 2)                  # by the first sampled token
+        lucky.rollouts, lucky.temperature = rollouts, more[0]
         return rollouts
     monkeypatch.setattr(evaluate, "sample", lucky)
     return small, lucky
@@ -88,18 +90,25 @@ def test_a_policy_by_hand(whole_run, monkeypatch):
         shown = run_theory.demonstrate(task).messages
         nll.append(-total(*renderer.conversation(shown, task.episode().tools, HIGH)).item())
     assert f"median {sorted(nll)[3]:.2f} nats" in collapse.setting
+    assert lucky.temperature == 0.7 and [r.token for r in lucky.rollouts] == [HIGH] * 64 + [LOW] * 64
     g = []
-    for quarter in torch.arange(128).view(2, 8, 2, 4).permute(0, 2, 1, 3).reshape(4, 8, 4).tolist():  # mode and half
-        worth = 0.0
-        for rows in quarter:                                                 # of one task
-            rewards = [lucky.rollouts[i].reward for i in rows]
-            for i, reward in zip(rows, rewards):
-                r, advantage = lucky.rollouts[i], (reward - sum(rewards) / 4) * 4 / 3
-                worth = worth + advantage * total(r.ids, r.mask) / (4 * r.sampled)
+    for rows in torch.arange(128).view(-1, 4).tolist():                      # half a group
+        rewards, worth = [lucky.rollouts[i].reward for i in rows], 0.0
+        for i, reward in zip(rows, rewards):
+            r, advantage = lucky.rollouts[i], (reward - sum(rewards) / 4) * 4 / 3
+            worth = worth + advantage * total(r.ids, r.mask) / (4 * r.sampled)
         g.append(torch.cat([p.flatten() for p in torch.autograd.grad(worth, list(lm.parameters()))]))
-    inner, high, low = (g[0] + g[1]) @ (g[2] + g[3]) / 4, g[0] @ g[1], g[2] @ g[3]
-    assert ratio.measured == pytest.approx(float(inner / high), rel=1e-3)
-    assert cosine.measured == pytest.approx(float(inner / (high * low).sqrt()), rel=1e-3, nan_ok=True)
+    g = torch.stack(g).view(2, 8, 2, -1)                                     # mode, task, half
+
+    def by_hand(tasks):
+        (a, b), (c, d) = g[:, tasks].sum(1)
+        inner, high, low = float((a + b) @ (c + d)) / 4, float(a @ b), float(c @ d)
+        return [inner / (high * low) ** 0.5 if min(high, low) > 0 else math.nan, inner / high if high > 0 else math.nan]
+    left_out = torch.tensor([by_hand([i for i in range(8) if i != k]) for k in range(8)])
+    errors = (left_out.std(0) * 7 / 8 ** 0.5).tolist()                       # jackknife: 7/8 of the sum of squares
+    for row, value, error in zip((cosine, ratio), by_hand(list(range(8))), errors):
+        assert math.isfinite(error) and row.how == "measured"
+        assert (row.measured, row.error) == (pytest.approx(value, rel=1e-3), pytest.approx(error, rel=1e-2))
 
     monkeypatch.setattr(run_theory.theory, "sigma", lambda rewards: torch.ones(len(rewards)))        # nothing collapses
     for eps, holds in ((math.log(50) / 8, True), (0.0, False)):
