@@ -40,7 +40,7 @@ import torch
 import grpo
 import rcgrpo
 import sft
-import theory
+from lab import run_theory
 from evaluate import GOALS, TaskOptions, load_tasks, rate
 from run import (FREE, UserError, check_file, make_options, option, program, read_flags, read_json, read_jsonl, require,
                  require_package)
@@ -484,9 +484,9 @@ def bits(rows: list[dict], key: str = "success") -> dict[str, str]:
 
 def variances(out: Path) -> tuple[dict[str, list], bool]:
     """E[sigma_g^2] of every step of an RL run as measured, with Proposition 4.3's bound and exact formula where rollouts had either
-    token; and whether all of theory.py's checks on the run hold."""
+    token; and whether all of run_theory.py's checks on its rollouts hold."""
     curve = {}
-    holds = all([check.holds for check in theory.from_run(theory.Options(run=str(out)), curve)])
+    holds = all([check.holds for check in run_theory.from_run(out, curve)])
     _, bound, exact, measured, *_ = zip(*curve["rows"])
     tokens = not all(math.isnan(value) for value in exact)
     rounded = lambda values: [None if math.isnan(value) else round(value, 4) for value in values]

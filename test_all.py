@@ -5776,83 +5776,89 @@ def test_leak_numbers(here, monkeypatch, capsys):
 THEORY = theory.Options(samples=2000, seeds=6)
 
 
-def theory_fails(check, *more) -> list[str]:
-    """Statements of the lines that fail."""
-    return [line.statement for line in check(THEORY, *more) if not line.holds]
-
-
 def honest_advantages(rewards, eps=1e-4, unbiased=False, exact_zeros=True, centred=True):
     """group_advantages once more, with what can be done wrong in it."""
-    rewards = torch.as_tensor(rewards, dtype=torch.float32)
-    advantages = (rewards - rewards.mean(1, keepdim=True) * centred) / (rewards.std(1, unbiased=unbiased, keepdim=True) + eps)
-    return advantages.masked_fill(rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True), 0.0) if exact_zeros else advantages
+    spread = rewards - rewards.mean(1, keepdim=True) * centred
+    advantages = spread / (rewards.std(1, unbiased=unbiased, keepdim=True) + eps)
+    flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return advantages.masked_fill(flat, 0.0) if exact_zeros else advantages
 
 
-def honest_loss(logp, old, ref, advantages, mask, clip, beta, weights=None, sign=1.0):
+def honest_loss(logp, old, ref, advantages, mask, clip, beta, weights, sign=1.0):
     """clipped_loss without its clip, and with the KL's log-ratio the wrong way round if sign is -1."""
-    weights = torch.full_like(advantages, 1 / int(mask.sum())) if weights is None else weights
-    objective = (logp - old).exp() * advantages[:, None]
-    if ref is not None:
-        objective = objective - beta * ((sign * (ref - logp)).expm1() - sign * (ref - logp))
+    gap = torch.zeros_like(logp) if ref is None else sign * (ref - logp)
+    objective = (logp - old).exp() * advantages[:, None] - beta * (gap.expm1() - gap)
     return -(weights[:, None] * objective * mask).sum(), {}
 
 
-@pytest.mark.parametrize("check", theory.CHECKS, ids=lambda check: check.__name__)
-def test_theory_holds(check):
-    lines_ = list(check(THEORY))
-    assert len(lines_) >= 4 and all(line.holds for line in lines_), [line for line in lines_ if not line.holds]
-    assert any(line.measured != 0 for line in lines_)
+def sure_tokens_left_out(logp, old, ref, advantages, mask, *more, real=grpo.clipped_loss):
+    return real(logp, old, ref, advantages, mask & (logp < -0.3), *more)
 
 
-def test_theory_remark_holds():
-    assert theory_fails(theory.remark, {}) == []
+def odd_ones_left_out(rewards, eps=1e-4):
+    """Groups with a single other rollout teach nothing."""
+    return honest_advantages(rewards, eps) * ((rewards != rewards.median(1, keepdim=True)[0]).sum(1, keepdim=True) > 1)
 
 
-BROKEN = {                                               # what is broken -> (module, name, stand-in), the checks that must notice
-    "sample deviation": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps, unbiased=True)),
-                         ("vanishing", "near_collapse", "variance", "stratified", "what_variance_teaches")),
-    "rounding noise over eps_stab": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps, exact_zeros=False)), ("collapse",)),
-    "no baseline": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps, exact_zeros=False, centred=False)),
-                    ("collapse", "vanishing", "near_collapse", "what_variance_teaches")),
-    "large eps_stab": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps + 0.1)),
-                       ("vanishing", "near_collapse", "variance", "stratified", "what_variance_teaches")),
-    "groups with one odd rollout left out": ((grpo, "group_advantages", lambda r, eps=1e-4: honest_advantages(r, eps)
-                                              * ((r != r.median(1, keepdim=True)[0]).sum(1, keepdim=True) > 1)),
-                                             ("vanishing", "near_collapse", "what_variance_teaches")),
-    "sure tokens left out": ((grpo, "clipped_loss", lambda logp, old, ref, a, mask, *more, real=grpo.clipped_loss: real(
-        logp, old, ref, a, mask & (logp < -0.3), *more)), ("vanishing", "what_variance_teaches")),
-    "deterministic experts": ((torch, "randn", lambda *a, real=torch.randn, **k: 40 * real(*a, **k)), ("lemma",)),
-    "no clip": ((grpo, "clipped_loss", honest_loss), ("near_collapse",)),
-    "KL the wrong way round": ((grpo, "clipped_loss", lambda *a, **k: honest_loss(*a, **k, sign=-1.0)), ("collapse",)),
-    "loss over twice the tokens": ((grpo, "loss_weights", lambda lengths, norm: 0.5 / (len(lengths) * lengths.float())),
-                                   ("vanishing", "near_collapse", "what_variance_teaches")),
-    "token ignored": ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[HIGH] * size] * groups), ("variance", "stratified")),
-    "one token a group": ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[[LOW, HIGH][i < p * groups]] * size for i in range(groups)]),
-                          ("variance", "stratified")),
-    "stratified tokens drawn i.i.d.": ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed, real=rcgrpo.draw_tokens: real(groups, size, p, "iid", seed)),
-                                       ("stratified",)),
-    "log-probs of the token before": ((policy, "token_logprobs", lambda m, ids, mask, t=1.0, real=policy.token_logprobs: real(m, ids.roll(1, 1), mask, t)), ("lemma",)),
-    "log-probs at another temperature": ((policy, "token_logprobs", lambda m, ids, mask, t=1.0, real=policy.token_logprobs: real(m, ids, mask)), ("lemma",))}
+def one_token_a_group(groups, size, p, how, seed):
+    return [[HIGH if i < p * groups else LOW] * size for i in range(groups)]
 
 
-def test_theory_notices(monkeypatch):
-    """Each fault is noticed by the checks that it concerns, and every line of every check fails under some fault."""
-    lines_ = {(check.__name__, i) for check in theory.CHECKS for i, _ in enumerate(check(THEORY))}
-    for what, ((module, name, stand_in), noticed) in BROKEN.items():
+def all_high(groups, size, p, how, seed):
+    return [[HIGH] * size] * groups
+
+
+def advantages_with(more_eps=0.0, **faults):
+    return lambda rewards, eps=1e-4: honest_advantages(rewards, eps + more_eps, **faults)
+
+
+ALL_SIGMA = "vanishing near_collapse variance stratified what_variance_teaches"
+UPDATES = "vanishing near_collapse what_variance_teaches"
+BROKEN = {                                               # (module, name, stand-in), the checks that must notice
+    "sample deviation": (grpo, "group_advantages", advantages_with(unbiased=True), ALL_SIGMA),
+    "large eps_stab": (grpo, "group_advantages", advantages_with(0.1), ALL_SIGMA),
+    "rounding noise over eps_stab": (grpo, "group_advantages", advantages_with(exact_zeros=False), "collapse"),
+    "no baseline": (grpo, "group_advantages", advantages_with(exact_zeros=False, centred=False), f"collapse {UPDATES}"),
+    "groups with one odd rollout left out": (grpo, "group_advantages", odd_ones_left_out, UPDATES),
+    "sure tokens left out": (grpo, "clipped_loss", sure_tokens_left_out, "vanishing what_variance_teaches"),
+    "no clip": (grpo, "clipped_loss", honest_loss, "near_collapse"),
+    "KL the wrong way round": (grpo, "clipped_loss", functools.partial(honest_loss, sign=-1.0), "collapse"),
+    "loss over twice the tokens": (
+        grpo, "loss_weights", lambda lengths, norm: 0.5 / (len(lengths) * lengths.float()), UPDATES),
+    "token ignored": (rcgrpo, "draw_tokens", all_high, "variance stratified"),
+    "one token a group": (rcgrpo, "draw_tokens", one_token_a_group, "variance stratified"),
+    "stratified tokens drawn i.i.d.": (
+        rcgrpo, "draw_tokens", lambda groups, size, p, how, seed, real=rcgrpo.draw_tokens:
+        real(groups, size, p, "iid", seed), "stratified"),
+    "deterministic experts": (torch, "randn", lambda *a, real=torch.randn, **k: 40 * real(*a, **k), "lemma"),
+    "log-probs of the token before": (
+        policy, "token_logprobs", lambda lm, ids, mask, t, real=policy.token_logprobs:
+        real(lm, ids.roll(1, 1), mask, t), "lemma"),
+    "log-probs at another temperature": (
+        policy, "token_logprobs", lambda lm, ids, mask, t, real=policy.token_logprobs: real(lm, ids, mask), "lemma")}
+
+
+def test_theory_holds_and_notices(monkeypatch):
+    """Each fault is noticed by the checks that it concerns; without one all hold; every line fails under some fault."""
+    found = [(check.__name__, i, line) for check in theory.CHECKS for i, line in enumerate(check(THEORY))]
+    assert [line for *_, line in found if not line.holds] == []
+    left = {(name, i) for name, i, _ in found}
+    for what, (module, attribute, stand_in, noticed) in BROKEN.items():
         with monkeypatch.context() as broken:
-            broken.setattr(module, name, stand_in)
-            failed = {(check.__name__, i) for check in theory.CHECKS if check.__name__ in noticed
-                      for i, line in enumerate(check(THEORY)) if not line.holds}
-        assert {check for check, _ in failed} == set(noticed), what
-        lines_ -= failed
-    assert not lines_, "lines that cannot fail"
+            broken.setattr(module, attribute, stand_in)
+            failed = {(name, i) for name in noticed.split() for i, line in enumerate(getattr(theory, name)(THEORY))
+                      if not line.holds}
+        assert {name for name, _ in failed} == set(noticed.split()), what
+        left -= failed
+    assert not left, "lines that cannot fail"
 
 
-def test_theory_remark_notices(monkeypatch):
+def test_theory_remark_holds_and_notices(monkeypatch):
     """Every line of the remark fails under some fault: no low token, no learning, shared and own parameters swapped."""
     one, two = (theory.SETTINGS[name] for name in ("shortcut", "shortcut, nothing shared"))
+    assert all(line.holds for line in theory.remark(THEORY, {}))
     seen = set()
-    for fault in ((rcgrpo, "draw_tokens", lambda groups, size, p, how, seed: [[HIGH] * size] * groups),
+    for fault in ((rcgrpo, "draw_tokens", all_high),
                   (grpo, "group_advantages", lambda rewards, eps=1e-4: torch.zeros_like(rewards)),
                   (theory, "SETTINGS", {"shortcut": two, "shortcut, nothing shared": one})):
         with monkeypatch.context() as broken:
@@ -5873,27 +5879,26 @@ def test_theory_rare_events_are_no_failures(groups, p_high, samples, seed):
 
 def test_theory_few_seeds_are_no_failure():
     """One of these three finds the shortcut by luck."""
-    lines_ = list(theory.remark(theory.Options(seeds=3, seed=8), {}))
-    assert lines_[0].measured < 0.7 and all(line.holds for line in lines_)
+    found = list(theory.remark(theory.Options(seeds=3, seed=8), {}))
+    assert found[0].measured < 0.7 and all(line.holds for line in found)
 
 
 @pytest.mark.parametrize("how", ["iid", "stratified"])
-@pytest.mark.parametrize("kind", theory.REWARDS, ids=lambda kind: kind[0])
+@pytest.mark.parametrize("kind", theory.REWARDS, ids=lambda kind: kind.name)
 def test_theory_moments_of_sigma(kind, how):
     """Mean, variance and third moment of sigma_g^2 by enumeration, against draws."""
     gen, modes = torch.Generator().manual_seed(0), theory.token_modes(50_000, 3, 0.4, how, 0)
-    drawn = theory.sigma(theory.rewards_of(modes, *kind[1:], gen)).double() ** 2
-    mean, second, third = theory.spread(3, 0.4, *kind[1:], how)
-    squared = (kind[1] - kind[2]) ** 2
-    assert mean == pytest.approx(theory.variance_value(3, 0.4, squared, *theory.moments(*kind[1:]), how))
+    drawn = theory.sigma(kind.draw(modes, gen)).double() ** 2
     moments = [float(value) for value in (drawn.mean(), drawn.var(), ((drawn - drawn.mean()) ** 3).mean())]
-    assert [mean, second, third] == pytest.approx(moments, rel=0.05, abs=1e-5)
+    found = theory.spread(3, 0.4, kind, how)
+    assert list(found) == pytest.approx(moments, rel=0.05, abs=1e-5)
+    assert found[0] == pytest.approx(theory.variance_value(3, 0.4, kind.squared, *kind.variances, how))
 
 
 def test_theory_lengths_turn_the_update():
     """The low rows turn the high mode's update where rows weigh 1/len and lengths differ, and only there."""
-    cosines = {line.setting: line.measured for line in theory.what_variance_teaches(THEORY)
-               if line.statement == "RC and GRPO update, cosine"}
+    found = theory.what_variance_teaches(THEORY)
+    cosines = {line.setting: line.measured for line in found if "update, cosine" in line.statement}
     assert len(cosines) == 6
     for setting, cosine in cosines.items():
         assert cosine < 0.95 if "1/len" in setting else cosine == pytest.approx(1, abs=1e-5), setting
@@ -5905,81 +5910,25 @@ def test_theory_lengths_turn_the_update():
     assert game.logprobs(table)[6].tolist() == pytest.approx([float(table.log_softmax(-1)[0, 2]), 0])
 
 
-def theory_run(folder, per_row=True, high=0.8, low=0.2, G=8, twist=0.0, steps=3, groups=40, how="iid"):
-    """A made-up run folder: 3 steps of 40 groups, tokens drawn per row or (a known fault) per group."""
-    rng, rows = random.Random(0), []
-    for step in range(1, steps + 1):
-        for group in range(groups):
-            drawn = rcgrpo.draw_tokens(1, G, 0.5, how, (step, group))[0] if per_row else [[HIGH, LOW][group % 2]] * G
-            rewards = [float(rng.random() < (high if token == HIGH else low)) for token in drawn]
-            advantages = grpo.group_advantages([rewards], 1e-4)[0].tolist()
-            rows += [{"step": step, "group": group, "goal": "high" if token == HIGH else "low", "reward": r, "advantage": a + twist}
-                     for token, r, a in zip(drawn, rewards, advantages)]
-    folder.mkdir()
-    (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.json").write_text(json.dumps({"options": {"group": G, "p_high": 0.5, "how": "iid", "eps_stab": 1e-4}}))
-    return theory.Options(run=str(folder))
-
-
-def test_theory_next_to_made_up_runs(tmp_path):
-    def fails(name, **faults):
-        return [line.statement for line in theory.from_run(theory_run(tmp_path / name, **faults), {}) if not line.holds]
-    assert fails("honest") == []
-    assert fails("certain", high=1.0, low=0.0) == []                                     # the bound is tight
-    assert "Run: E[sigma^2]" in fails("one token a group", per_row=False, high=1.0, low=0.0)         # and data can violate it
-    assert set(fails("stratified", how="stratified", high=1.0, low=0.0)) == {"Run: E[sigma^2]", "Run: E[sigma^2], mean"}
-    assert fails("one group", steps=1, groups=1) == fails("two groups", steps=1, groups=2) == []  # no deviation seen
-    assert fails("another advantage", twist=0.01) == ["Run: recorded advantages, |difference|"]
-
-
-def test_theory_next_to_a_real_run(here, capsys, school_run, monkeypatch):
-    rl(school_run, "--steps", "2", "--save_every", "2", "--temperature", "0.7")
-    monkeypatch.setattr(theory, "CHECKS", ())
-    theory.main(["--run", "runs/rcgrpo", "--tasks", "8", "--seeds", "3", "--out", "theory.png"])
-    printed, said = capsys.readouterr().out, json.loads(Path("theory.json").read_text())
-    assert said["lines"] == len(said["rows"]) > 5 and said["failed"] == 0 and said["options"]["run"] == "runs/rcgrpo"
-    assert all(row["statement"] in printed for row in said["rows"])
-    assert "Run: E[sigma^2]" in printed and "cosine of the modes' gradients, end" in printed and " 0 failed" in printed
-    assert Path("theory.png").stat().st_size > 10_000
-
-    options, o = json.loads(Path("runs/rcgrpo/config.json").read_text())["options"], theory.Options(tasks=8)
-    lm, tokenizer = policy.load_policy("runs/rcgrpo/checkpoint", "cpu")
-    topics = evaluate.TaskOptions(**{key: options[key] for key in evaluate.TaskOptions.__dataclass_fields__})
-    tasks = evaluate.load_tasks(topics, "validation", 8, 30_000)
-    nll = []
-    for task in tasks:  # T eps by hand, at the temperature of the rollouts
-        renderer = Sampler(lm, tokenizer).renderer
-        ids, mask = renderer.conversation(sft.demonstrate(task).messages, task.episode().tools, HIGH)
-        nll.append(-float(policy.token_logprobs(lm, torch.tensor([ids]), torch.tensor([mask]), 0.7).sum().detach()))
-    row = next(row for row in said["rows"] if row["statement"] == "Run: P(collapse) under high, end")
-    assert f"T eps: median {float(torch.tensor(nll).median()):.2f} nats" in row["setting"]
-
-    monkeypatch.setattr(theory, "sigma", lambda rewards: torch.ones(len(rewards)))  # no group collapses
-    for eps, holds in ((math.log(50) / 8, True), (0.0, False)):
-        monkeypatch.setattr(policy, "token_logprobs", lambda lm, ids, mask, *more, eps=eps: mask * -eps / mask.sum())
-        row = next(theory.policy_of_run(o, "runs/rcgrpo/checkpoint", options, "end"))
-        assert row.measured == row.error == 0 and row.holds == holds
-
-
 def test_theory_exits_1_when_a_check_fails(here, monkeypatch, capsys):
     monkeypatch.setattr(theory, "CHECKS", (theory.collapse,))
-    monkeypatch.setattr(theory, "remark", lambda o, curves: curves.update({name: (torch.zeros(2, 1, 2),) * 2 for name in theory.SETTINGS}) or [])
-    theory.main(["--out", "a.png"])
-    monkeypatch.setattr(grpo, "group_advantages", lambda rewards, eps=1e-4: honest_advantages(rewards, eps, exact_zeros=False))
+    argv = ["--out", "new/a.png", "--seeds", "6"]
+    theory.main(argv)
+    told, printed = json.loads(Path("new/a.json").read_text()), capsys.readouterr().out
+    assert told["lines"] == len(told["rows"]) == 15 and told["failed"] == 0
+    assert Path("new/a.png").stat().st_size > 10_000
+    assert " 0 failed" in printed and all(f"{row['statement']:42} {row['setting']}" in printed for row in told["rows"])
+    monkeypatch.setattr(grpo, "group_advantages", advantages_with(exact_zeros=False))
     with pytest.raises(SystemExit) as stopped:
-        theory.main(["--out", "a.png"])
+        theory.main(argv)
     assert stopped.value.code == 1 and "FAILS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["--groups", "1"], "at least 2"), (["--groups", "4,x"], "whole numbers"), (["--p_high", "1.5"], "between 0 and 1"),
-    (["--p_high", "half"], "between 0 and 1"), (["--run", "nowhere"], "episodes.jsonl"), (["--seeds", "1"], "--seeds must be at least 2")])
+    ("--groups 1", "at least 2"), ("--groups 4,x", "whole numbers"), ("--p_high 1.5", "between 0 and 1"),
+    ("--p_high half", "between 0 and 1"), ("--seeds 1", "--seeds must be at least 2")])
 def test_theory_mistakes_are_one_line(here, monkeypatch, capsys, argv, says):
-    stumble_line = stumble(monkeypatch, capsys, theory, *argv)
-    assert says in stumble_line
-    Path("sft").mkdir()
-    Path("sft/episodes.jsonl").write_text('{"task": "a", "success": 1}\n')
-    assert "line 1" in stumble(monkeypatch, capsys, theory, "--run", "sft")
+    assert says in stumble(monkeypatch, capsys, theory, *argv.split())
 
 
 # =====================================================================================================================
