@@ -4108,6 +4108,7 @@ def test_evaluate_tasks_of_the_parts():
     parts = {part: evaluate.load_tasks(o, part, 40, seed=1) for part in ("train", "validation", "test")}
     assert all(len(tasks) == 40 and {t.category for t in tasks} == {"base", "miss_param"} for tasks in parts.values())
     assert not {t.scenario for t in parts["train"]} & {t.scenario for t in parts["test"]}
+    assert all(len({t.scenario for t in tasks}) == 40 for tasks in parts.values()), "siblings are nearly one task"
     with pytest.raises(run.UserError, match="^the simulator's tasks: tools"):
         evaluate.load_tasks(dataclasses.replace(o, tools=1), "test", 4, 0)
 
