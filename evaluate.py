@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 import bfcl
-import envs
+import simulator
 from model import load_policy
 from reward import trajectory_reward
 from run import (UserError, check_file, checkpoint_of, code_hash, config_of, make_options, option, program, read_flags,
@@ -32,7 +32,7 @@ CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 @dataclass
 class TaskOptions:
     """Which tasks: shared by all programs, and written down in a run's config.json for the next stage."""
-    env: str = option("sim", "tasks: sim (envs.py, no download) or bfcl (the real benchmark, bfcl.py)", choices=("sim", "bfcl"))
+    env: str = option("sim", "tasks: sim (simulator.py, no download) or bfcl (the real benchmark, bfcl.py)", choices=("sim", "bfcl"))
     split: str = option("scenario", "bfcl: scenario (leak-free) or random (the paper's, leaks)", choices=("scenario", "random"))
     categories: str = option(",".join(CATEGORIES), "task categories, comma-separated", some=True)
     turns: int = option(2, "sim: user turns of a base task, at most", least=1)
@@ -58,7 +58,7 @@ def one_variant_each(n: int, seed: int, categories=CATEGORIES, shift: int = 0, *
 
     shift: start with another category. The same scenarios then, but other variants of them: the siblings.
     """
-    tasks = envs.make_tasks(n * len(categories), seed, categories=categories, **regime)
+    tasks = simulator.make_tasks(n * len(categories), seed, categories=categories, **regime)
     return [tasks[i * len(categories) + (i + shift) % len(categories)] for i in range(n)]
 
 

@@ -31,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 import envs
+import simulator
 import tokens
 from envs import Call
 from evaluate import (GOALS, TASK_KEYS, TaskOptions, check_prompts, fingerprint, load_tasks, one_variant_each, play, rate,
@@ -333,7 +334,7 @@ class Pretraining:
 def pretrained_builtin(folder: str, p: Pretraining = Pretraining(), *, seed: int = 0) -> str:
     """The built-in base model's checkpoint; trained on first use, and again when its recipe or the simulator has changed."""
     p = replace(p, seed=seed)
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, tokens))
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (envs, simulator, tokens))
     recipe = hashlib.sha256(json.dumps(asdict(p)).encode() + sources).hexdigest()
     stamp = Path(folder) / "config.json"
     if stamp.exists() and read_json(stamp).get("recipe") == recipe:
