@@ -16,6 +16,7 @@ import errno
 import functools
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -1214,7 +1215,9 @@ def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
 
 
 def test_bfcl_missing_package(monkeypatch):
-    monkeypatch.setattr(bfcl.importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in sys.modules if name.startswith("bfcl_eval.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bfcl_eval", None)   # what an import finds where it is not installed
     for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks.__wrapped__):
         with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
             use()
@@ -3716,7 +3719,8 @@ def test_grpo_kl_is_smooth_at_its_bound():
     logp = torch.zeros_like(points)
     _, gradient, _ = loss_and_gradient(logp, logp, points, torch.tensor([0.0]), torch.ones_like(points, dtype=torch.bool))
     steps = gradient[0].diff()
-    assert (steps <= 0).all() and steps.abs().max() < 2e-3 * gradient.abs().max()
+    largest = gradient.abs().max()
+    assert (steps <= 1e-6 * largest).all() and steps.abs().max() < 2e-3 * largest
 
 
 def test_grpo_loss_weights():
@@ -4455,7 +4459,7 @@ def test_bench_writes_its_files(here, school_run, monkeypatch, capsys):
     bench.main(argv)
     found = json.loads(Path("runs/bench/bench.json").read_text())
     assert {row["section"] for row in found["rows"]} == {"decode", "rollouts", "prefix", "growth", "update"}
-    assert ["trl: left out" in note for note in found["notes"]] == [True] and found["machine"]["torch"] == torch.__version__
+    assert ["trl: left out" in note for note in found["notes"]] == [True] and found["machine"]["torch"] == importlib.metadata.version("torch")
     for row in found["rows"]:
         assert row["model"] == "built-in" and row["low"] <= row["ours"] <= row["high"] or math.isnan(row["ours"])
         assert not row["ours"] <= 0 and ("peer" in row) == (row["section"] != "update")
