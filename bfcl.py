@@ -121,8 +121,9 @@ def _table() -> dict[str, Function]:
     """Every documented function by its name, which no two classes share."""
     table = {}
     for name, module in CLASSES.items():
+        lines = _lines(module)                          # says how to install the package if it is not there
         owner = getattr(_official("func_source_code." + module), name)
-        for doc in _lines(module):
+        for doc in lines:
             doc = {key: doc[key] for key in ("name", "description")} | {"parameters": _standard(doc["parameters"])}
             table[doc["name"]] = Function(owner, inspect.signature(getattr(owner, doc["name"])),
                                           {"type": "function", "function": doc})

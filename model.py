@@ -18,12 +18,14 @@ own reference included, and 16 per weight of the adapters.
 import copy
 import functools
 import inspect
+import json
 import math
 import os
 import shutil
 import socket
 import threading
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -33,7 +35,8 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import constants as hub
 from torch.utils.checkpoint import checkpoint
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, Cache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (AddedToken, AutoModelForCausalLM, AutoTokenizer, Cache, GenerationConfig, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lora import add_adapters, merged_state
@@ -179,9 +182,41 @@ def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: to
     if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in rules:
         model.hf_quantizer.remove_quantization_config(model)             # its weights are plain by now, and can be saved
     require(model.get_output_embeddings() is not None, f"{type(model).__name__} is not supported: it has no head of its own")
+    make_savable(model)
     model.requires_grad_(True)
     add_reward_tokens(model, tokenizer)
     return model.to(device).eval(), tokenizer
+
+
+def make_savable(model):
+    """Some versions of transformers load defaults of decoding that they refuse to save, such as a temperature alone."""
+    found = model.generation_config
+    for changes in ({}, {"do_sample": True}):
+        model.generation_config = copy.copy(found)
+        model.generation_config.update(**changes)
+        with suppress(ValueError):
+            return model.generation_config.validate(strict=True)
+    model.generation_config = GenerationConfig(eos_token_id=found.eos_token_id, pad_token_id=found.pad_token_id)
+
+
+def write_old_keys(folder: Path):
+    """What transformers 4, and servers that use it, look for: else they take a default rope in silence.
+
+    Ropes by layer type stay as they are. The tokenizer's class had another name, its list of special tokens another key.
+    """
+    files = folder / "config.json", folder / "tokenizer_config.json"
+    config, reader = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    rope = dict(config.get("rope_parameters") or {})
+    for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+        config[name] = rope.pop(name)
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    if reader.get("tokenizer_class") == "TokenizersBackend":
+        reader["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(reader.get("extra_special_tokens"), list):
+        reader["additional_special_tokens"] = reader.pop("extra_special_tokens")
+    for file, values in zip(files, (config, reader)):
+        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def save_policy(model, tokenizer, folder: str | Path):
@@ -194,6 +229,7 @@ def save_policy(model, tokenizer, folder: str | Path):
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary, state_dict=merged_state(model))
     tokenizer.save_pretrained(temporary)
+    write_old_keys(temporary)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)

@@ -31,6 +31,11 @@ from pathlib import Path
 import torch
 import transformers
 
+for name, found, least in (("Python", sys.version, "3.10"), ("torch", torch.__version__, "2.6"),
+                           ("transformers", transformers.__version__, "5.2")):
+    if [int(part) for part in re.findall(r"\d+", found)[:2]] < [int(part) for part in least.split(".")]:
+        print(f"error: {name} {found.split()[0]} is too old, {least} is the oldest that works", file=sys.stderr)
+        sys.exit(2)
 
 # what --resume lets the user change: speed, memory, reporting, how long to go on. (RL's rate is constant after its warm-up, so more
 # steps are the same run going on; a longer SFT run is another one, for its rate falls towards the last step.)

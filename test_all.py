@@ -16,6 +16,7 @@ import errno
 import functools
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -43,6 +44,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Optional, Union
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # before transformers is imported
+os.environ["CUDA_VISIBLE_DEVICES"] = ""         # before torch is: fp32 on a CPU, whatever this machine has
 
 import numpy as np
 import pytest
@@ -1211,7 +1213,9 @@ def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
 
 
 def test_bfcl_missing_package(monkeypatch):
-    monkeypatch.setattr(bfcl.importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in sys.modules if name.startswith("bfcl_eval.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bfcl_eval", None)   # what an import finds where it is not installed
     for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks.__wrapped__):
         with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
             use()
@@ -2391,6 +2395,56 @@ def test_model_round_trip(tmp_path, untied):
     assert len(loaded["ours"][1]) == len(tokenizer), "the tokens are not added again"
 
 
+LONGER = {"rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}
+ROPES = {"base": ("Qwen2", {"rope_type": "default", "rope_theta": 1e6}), "yarn": ("Qwen2", {"rope_type": "yarn", **LONGER}),
+         "llama3": ("Llama", {"rope_type": "llama3", **LONGER, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+         "part": ("Phi3", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5})}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_model_checkpoint_for_transformers_4(tmp_path, kind):
+    """With the keys of transformers 4 alone: the same logits, and a tokenizer by the names that it knows."""
+    _, tokenizer = tiny()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
+    torch.manual_seed(0)
+    name, rope = ROPES[kind]
+    config = getattr(transformers, name + "Config")(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, rope_parameters=dict(rope),
+        pad_token_id=0, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    policy.save_policy(model, tokenizer, tmp_path / "c")
+    config = json.loads((tmp_path / "c/config.json").read_text())
+    found = config.pop("rope_parameters")
+    assert {key: found[key] for key in rope} == rope and config["rope_theta"] == 1e6
+    reader = json.loads((tmp_path / "c/tokenizer_config.json").read_text())
+    assert reader["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in reader
+    assert reader["additional_special_tokens"] == ["<|extra|>"]
+    ids = torch.arange(2, 202)[None]
+    for new_keys in (found, None):
+        text = json.dumps({**config, **({"rope_parameters": new_keys} if new_keys else {})})
+        (tmp_path / "c/config.json").write_text(text)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval()
+        with torch.no_grad():
+            assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "c").extra_special_tokens == ["<|extra|>"]
+
+
+@pytest.mark.parametrize("given, kept", [
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}),
+    ({"do_sample": False, "top_k": 20}, {"do_sample": True, "top_k": 20}), ({"length_penalty": 2.0}, {})])
+def test_model_defaults_of_decoding_can_be_saved(tmp_path, given, kept):
+    """Hub models have a temperature without do_sample, which transformers 5.10 to 5.20 load and refuse to save."""
+    policy.save_policy(*tiny(), tmp_path / "c")
+    file = tmp_path / "c/generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [2, 5], **given}))
+    model, tokenizer = policy.load_policy(str(tmp_path / "c"))
+    model.generation_config.validate(strict=True)
+    policy.save_policy(model, tokenizer, tmp_path / "d")
+    found = json.loads((tmp_path / "d/generation_config.json").read_text())
+    assert found["eos_token_id"] == [2, 5] and {key: found[key] for key in {*given, "do_sample"} & found.keys()} == kept
+
+
 def test_model_save_replaces_whole_folders(tmp_path, monkeypatch):
     """A crash while saving leaves the checkpoint of before."""
     model, tokenizer = tiny()
@@ -3432,7 +3486,7 @@ def test_model_both_names_of_the_cache(monkeypatch):
     def results():
         return [t.ids for t in play()], policy.token_logprobs(model, ids, mask, 1.0, 17)
     found, values = results()
-    assert policy.cache_argument(model) == "cache" or transformers.__version__ < "5.2"
+    assert policy.cache_argument(model) in inspect.signature(type(model.base_model).forward).parameters
     with monkeypatch.context() as patch:
         for module in (policy, sampling):
             patch.setattr(module, "cache_argument", lambda model: "past_key_values")
@@ -4316,7 +4370,7 @@ def test_bench_writes_its_files(here, school_run, monkeypatch, capsys):
     bench.main(argv)
     found = json.loads(Path("runs/bench/bench.json").read_text())
     assert {row["section"] for row in found["rows"]} == {"decode", "rollouts", "prefix", "growth", "update"}
-    assert ["trl: left out" in note for note in found["notes"]] == [True] and found["machine"]["torch"] == torch.__version__
+    assert ["trl: left out" in note for note in found["notes"]] == [True] and found["machine"]["torch"] == importlib.metadata.version("torch")
     for row in found["rows"]:
         assert row["model"] == "built-in" and row["low"] <= row["ours"] <= row["high"] or math.isnan(row["ours"])
         assert not row["ours"] <= 0 and ("peer" in row) == (row["section"] != "update")
@@ -4462,6 +4516,29 @@ def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
             (evaluate, [school_run, "--env", "bfcl", "--split", "random"], "bfcl-eval=="), (evaluate, ["a.gguf"], "pip install gguf accelerate")):
         assert says in stumble(monkeypatch, capsys, module, *argv)
     assert os.listdir() == ["a.gguf"]
+
+
+def test_cli_oldest_versions(monkeypatch, capsys):
+    """They are those of requirements.txt and the README; with older ones the first import says so, whatever would break later."""
+    folder = Path(run.__file__).parent
+    needs, readme = ((folder / name).read_text(encoding="utf-8") for name in ("requirements.txt", "README.md"))
+    spec = importlib.util.spec_from_file_location("run_again", run.__file__)
+    for name, owner, attribute, old, least in (
+            ("Python", sys, "version", "3.9.18 (main, Aug 24 2023)", "3.10"), ("torch", torch, "__version__", "2.5.1+cu124", "2.6"),
+            ("transformers", sys.modules["transformers"], "__version__", "5.1.0", "5.2")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, old)
+            with pytest.raises(SystemExit) as end:
+                spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        said = f"error: {name} {old.split()[0]} is too old, {least} is the oldest that works\n"
+        assert end.value.code == 2 and capsys.readouterr().err == said
+        assert f"{name}>={least}" in needs and f"{name} {least}" in readme
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, least + ".0")
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    script = "import transformers; transformers.utils.get_json_schema = None; transformers.__version__ = '5.1.0'; import sft"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
+    assert found.returncode == 2 and found.stderr == said
 
 
 @pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
@@ -4829,8 +4906,9 @@ def test_cli_damaged_states_are_left_out(here, capsys, school_run, kind):
     assert_same_runs("runs/whole", "runs/part", 4)
 
 
-def test_state_files_are_safetensors(tmp_path):
+def test_state_files_are_safetensors(tmp_path, monkeypatch):
     """What save_state streams is what safetensors reads, empty and 0-dimensional tensors too."""
+    monkeypatch.delattr(hashlib, "file_digest", raising=False)          # new in Python 3.11
     tensors = {"a": torch.randn(3, 5), "b.0": torch.tensor(7.0), "c": torch.randn(4, 6).t(), "d": torch.empty(0, 2)}
     for step in (3, 11, 7):
         state.save_state(tmp_path / "states", tensors, step)
