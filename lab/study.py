@@ -878,7 +878,7 @@ def fill(place: str, found: dict) -> str:
 
 
 def wrapped(block: str) -> str:
-    """A paragraph or list in lines of at most 120 columns, none of them beginning with an operator: that would be a list."""
+    """A paragraph or list in lines of at most 120 columns; none begins with an operator, which would be a list."""
     if block.startswith(("|", " ", "#", "!", "<")):
         return block
     items = [re.sub(r" ([-+±=]) ", "\0\\1 ", " ".join(item.split())) for item in re.split(r"\n(?=- )", block)]
