@@ -1,14 +1,15 @@
-"""Does a run survive being killed? Kill sft.py and rcgrpo.py at random moments, resume, compare with a run that nobody killed.
+"""Does a run survive being killed? Kill sft.py and rcgrpo.py at random moments, resume, compare with an unharmed run.
 
-    python survive.py                                    # 25 kills a program, a minute or two on a CPU
-    python survive.py --kills 200 --seed 1 --init runs/rctp
+    python lab/survive.py                                # 25 kills a program, a minute or two on a CPU
+    python lab/survive.py --kills 200 --seed 1 --init runs/rctp
 
-Every kill is SIGKILL, which no program can see coming: at a random moment, or (every second one) as soon as the temporary name of a
-saved state appears. Then the run is resumed, and killed again, until it gets to its end; then the next run begins, until there were
-enough kills. What must be the same, bit for bit: weights, metrics and episodes, times left out. It exits 1 if anything differs.
+Every kill is SIGKILL, which no program can see coming: at a random moment, or (every second one) as soon as the
+temporary name of a saved state appears. Then the run is resumed, and killed again, until it gets to its end; then the
+next run begins, until there were enough kills. What must be the same, bit for bit: weights, metrics and episodes, times
+left out. It exits 1 if anything differs.
 
-Importing torch takes seconds, so a run is a fork of this process, which has imported everything. This process itself never computes
-anything, and every run has one thread: there are no threads that a fork could lose.
+Importing torch takes seconds, so a run is a fork of this process, which has imported everything. This process itself
+never computes anything, and every run has one thread: there are no threads that a fork could lose.
 """
 import contextlib
 import json
@@ -22,6 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"           # threads, else
 
 import torch
@@ -30,12 +32,13 @@ from tqdm import tqdm
 import rcgrpo
 import sft
 import tokens
+from builtin import builtin_policy
 from evaluate import one_variant_each
-from model import add_reward_tokens, builtin_policy, save_policy
-from run import UserError, config_of, make_options, option, program, read_flags, read_json, read_jsonl, require
-from state import damage
+from model import add_reward_tokens, save_policy
+from run import (UserError, config_of, damage, make_options, option, program, read_flags, read_json, read_jsonl,
+                 require)
 
-LIMITS = ["--rows", "16", "--max_message", "24", "--max_messages", "4", "--device", "cpu", "--threads", "1", "--save_every", "2"]
+LIMITS = "--eval_tasks 4 --rows 16 --max_message 24 --max_messages 4 --device cpu --threads 1 --save_every 2"
 tqdm.monitor_interval = 0          # no thread of tqdm's either
 TIMES = {"seconds", "sample_seconds", "update_seconds", "tok_s"}
 
@@ -52,15 +55,16 @@ class Options:
 def tiny_run(folder: str):
     """The run folder of a tiny policy that has learnt little, for want of a better one."""
     tasks = one_variant_each(40, 7, turns=(1, 2), calls=(1, 1), tools=4)
-    corpus = [message["content"] for task in tasks for message in sft.demonstrate(task).messages] + [tokens.FRAME + tokens.goal_text("")] * 2
+    corpus = [message["content"] for task in tasks for message in sft.demonstrate(task).messages]
+    corpus += [tokens.FRAME + tokens.goal_text("")] * 2
     corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools]
     corpus += [tokens.python_calls(calls) for task in tasks for calls in task.golden]
     model, tokenizer = builtin_policy(corpus, width=32, layers=2)
     add_reward_tokens(model, tokenizer)
-    examples = sft.stage1_data(sft.Options(demos=40), tokens.Renderer(tokenizer), tasks[:8], None)
-    sft.fit(model, examples, 1e-2, 30, 8, 3, 0.0, 1.0, 4096, 0, "tiny policy")
+    data = sft.stage1_data(sft.Options(demos=40), tokens.Renderer(tokenizer), tasks[:8])
+    sft.fit(model, data, sft.Fit(1e-2, epochs=30, batch=8, warmup=3), "tiny policy")
     save_policy(model, tokenizer, Path(folder) / "checkpoint")
-    config = {"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}
+    config = {"builtin": True, "token": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}
     (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -97,7 +101,7 @@ def finish(child: int, log: Path):
 
 
 def kill_at(child: int, patience: float, folder: Path, in_save: bool) -> bool:
-    """SIGKILL after `patience` seconds, with in_save when a state's temporary name appears after that -> was there still something to kill."""
+    """SIGKILL after `patience` seconds, with in_save once a state's temporary name appears -> was anything to kill."""
     due = time.monotonic() + patience
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() >= due:
@@ -123,15 +127,16 @@ def outcome(folder: Path) -> dict:
     """Everything of a finished run that must be the same; times left out."""
     files = {file.name: read_jsonl(file) for file in folder.glob("*.jsonl")}
     files |= {name: read_json(folder / name) for name in ("before.json", "after.json") if (folder / name).exists()}
-    files["metrics.jsonl"] = [{key: value for key, value in row.items() if key not in TIMES} for row in files["metrics.jsonl"]]
-    return files | {"weights": (folder / "checkpoint/model.safetensors").read_bytes(),
-                    "names": {path.name for path in folder.iterdir()} - {"lock", "states"}}           # may be left if a kill comes after the renaming
+    files["metrics.jsonl"] = [{key: value for key, value in row.items() if key not in TIMES}
+                              for row in files["metrics.jsonl"]]
+    names = {path.name for path in folder.iterdir()} - {"lock", "states"}    # left by a late kill
+    return files | {"weights": (folder / "checkpoint/model.safetensors").read_bytes(), "names": names}
 
 
 def torture(name: str, main, argv: list[str], o: Options, room: Path) -> dict:
     """Kill main(argv) o.kills times -> what is to be printed."""
-    rng, log, done = random.Random(f"{o.seed}-{name}"), room / f"{name}.log", {"kills": 0, "saving": 0, "redone": 0, "runs": 0, "differ": []}
-    began = time.monotonic()
+    rng, log, began = random.Random(f"{o.seed}-{name}"), room / f"{name}.log", time.monotonic()
+    done = {"kills": 0, "saving": 0, "redone": 0, "runs": 0, "differ": []}
     finish(start(lambda: main([*argv, "--out", str(room / f"{name}-whole")]), log), log)
     length = time.monotonic() - began
     whole = outcome(room / f"{name}-whole")
@@ -145,15 +150,16 @@ def torture(name: str, main, argv: list[str], o: Options, room: Path) -> dict:
                 if done["kills"] == o.kills:
                     finish(child, log)
                 elif kill_at(child, rng.uniform(0, length), partial, in_save=done["kills"] % 2 == 1):
-                    left = what_is_left(partial)
-                    done = {**done, "kills": done["kills"] + 1, "saving": done["saving"] + left["saving"], "redone": done["redone"] + left["redone"]}
+                    for key, count in {"kills": 1, **what_is_left(partial)}.items():
+                        done[key] += count
                     bar.update()
                 elif not out.exists():
                     raise UserError(f"a run failed: {last_line(log)}")
                 resume = ["--resume"] if (partial / "config.json").exists() else []
             done["runs"] += 1
             found = outcome(out)
-            done["differ"] += [f"run {done['runs']}: {key}" for key in {**whole, **found} if whole.get(key) != found.get(key)]
+            differ = [key for key in whole | found if whole.get(key) != found.get(key)]
+            done["differ"] += [f"run {done['runs']}: {key}" for key in differ]
             shutil.rmtree(out)
     return done | {"steps": len(whole["metrics.jsonl"]), "seconds": time.monotonic() - began}
 
@@ -165,11 +171,14 @@ def main(argv=None):
         if not o.init:
             finish(start(lambda: tiny_run(init), log), log)
         require(bool(config_of(init).get("builtin")), f"--init: {init} is no run folder of a built-in model")
-        commands = {"sft": (sft.main, ["--model", init, "--schemas", "compact", "--demos", str(2 * o.steps), "--epochs", "2", "--batch", "8",
-                                       "--lr", "1e-3", "--tools", "4", "--eval_tasks", "4", *LIMITS]),
-                    "rcgrpo": (rcgrpo.main, ["--init", init, "--steps", str(o.steps), "--tasks", "4", "--group", "4", "--eval_tasks", "4", *LIMITS])}
+        commands = {
+            "sft": (sft.main, f"--model {init} --schemas compact --demos {2 * o.steps} --epochs 2 --batch 8 --lr 1e-3 "
+                              "--tools 4"),
+            "rcgrpo": (rcgrpo.main, f"--init {init} --steps {o.steps} --tasks 4 --group 4")}
+        commands = {name: (main, f"{flags} {LIMITS}".split()) for name, (main, flags) in commands.items()}
         found = {name: torture(name, *commands[name], o, Path(room)) for name in o.programs.split(",")}
-    print(f"{'program':10}{'steps':>7}{'runs':>6}{'kills':>7}{'while saving':>14}{'steps redone':>14}{'identical':>11}{'time':>8}")
+    print(f"{'program':10}{'steps':>7}{'runs':>6}{'kills':>7}{'while saving':>14}{'steps redone':>14}{'identical':>11}"
+          f"{'time':>8}")
     for name, row in found.items():
         print(f"{name + '.py':10}{row['steps']:7}{row['runs']:6}{row['kills']:7}{row['saving']:14}{row['redone']:14}"
               f"{'no' if row['differ'] else 'yes':>11}{row['seconds']:6.0f} s")

@@ -1,33 +1,37 @@
 """How fast is it: rollouts, updates and whole steps, next to what people would use instead.
 
-    python bench.py                                      # CPU: the built-in model; GPU: shapes of Qwen2.5 with random weights
-    python bench.py --quick                              # fewer points: a GPU in less than 5 minutes
-    python bench.py --plan                               # on paper: the limits of an H200 with the 7B shape
+    python lab/bench.py                                  # CPU: the built-in model; GPU: Qwen2.5 shapes, random weights
+    python lab/bench.py --quick                          # fewer points: a GPU in less than 5 minutes
+    python lab/bench.py --plan                           # on paper: the limits of an H200 with the 7B shape
 
-Both sides of a comparison have the same weights, dtype, attention (sdpa), prompts and limits, run in one process and take turns
-after a warm-up. "Times better" is the median over such pairs, with the smallest and the largest pair behind it.
+Both sides of a comparison have the same weights, dtype, attention (sdpa), prompts and limits, run in one process and
+take turns after a warm-up. "Times better" is the median over such pairs, with the smallest and the largest pair behind it.
 
-  decode    one decode step, (time of N + 1 new tokens - time of 1) / N, all rows with one prompt of random ids. Peer: transformers'
-            `generate`. Memory limit: the bytes that a step must read (weights and the cache in use) over the bandwidth of a
-            large copy, measured here. The built-in model fits into a CPU's cache, so there it is no limit.
-  rollouts  multi-turn episodes at temperature 1: simulator tasks, or on a GPU three user turns under a policy that stops at
-            random. Peer: `generate` turn by turn (generate_loop), the usual loop: a left-padded batch of all unfinished episodes
-            says one message each, answers are appended, again; no cache is kept across turns. Other random numbers than ours.
-  prefix    first token of 8 rollouts that share a long prompt. Peer: the same sampler, prompts that differ in their first id.
-  trl       a whole single-turn step next to TRL's GRPOTrainer (left out without `pip install trl datasets accelerate`): same
-            checkpoint, first-turn prompts of the tasks (one a group), exactly N new tokens each (no stop id on either side), beta, one
-            optimizer step, reward by parity of the ids. TRL without vLLM, logging, saving, gradient checkpointing; all in one batch.
+  decode    one decode step, (time of N + 1 new tokens - time of 1) / N, all rows with one prompt of random ids. Peer:
+            transformers' `generate`. Memory limit: the bytes that a step must read (weights and the cache in use) over
+            the bandwidth of a large copy, measured here. The built-in model fits into a CPU's cache: no limit there.
+  rollouts  multi-turn episodes at temperature 1: simulator tasks, or on a GPU three user turns under a policy that
+            stops at random. Peer: `generate` turn by turn (generate_loop), the usual loop: a left-padded batch of all
+            unfinished episodes says one message each, answers are appended, again; no cache is kept across turns. Other
+            random numbers than ours.
+  prefix    first token of 8 rollouts that share a long prompt. Peer: the same sampler, prompts differ in the first id.
+  trl       a whole single-turn step next to TRL's GRPOTrainer (left out without `pip install trl datasets accelerate`):
+            same checkpoint, first-turn prompts of the tasks (one a group), exactly N new tokens each (no stop id on
+            either side), beta, one optimizer step, reward by parity of the ids. TRL without vLLM, logging, saving,
+            gradient checkpointing; all in one batch.
   growth    a decode step against rows and against context, and model size: the figure.
-  update    a whole RL step on prompts of random ids, no two alike (and all alike), with a reference (beta > 0), all weights
-            trained; on a GPU with LoRA too.
-            Model FLOPs: passes * (2 * body * tokens + 2 * head * sampled + attention), attention = 2 * layers * heads * head_dim
-            * sum of squared lengths (causal). Passes: 3 of the policy, hence 6 * parameters * tokens (2 where LoRA freezes the
-            weights), and 1 of the reference. What is computed again does not count. 100 % is a large matrix product, measured here.
+  update    a whole RL step on prompts of random ids, no two alike (and all alike), with a reference (beta > 0), all
+            weights trained; on a GPU with LoRA too.
+            Model FLOPs: passes * (2 * body * tokens + 2 * head * sampled + attention), attention = 2 * layers * heads *
+            head_dim * sum of squared lengths (causal). Passes: 3 of the policy, hence 6 * parameters * tokens (2 where
+            LoRA freezes the weights), and 1 of the reference. What is computed again does not count. 100 % is a large
+            matrix product, measured here.
 
 Peak memory: torch's on a GPU; on a CPU the resident memory of the whole process (Linux).
 Writes bench.md, bench.json and bench.png into --out after every section, so that a run that is cut off loses nothing.
 """
 import copy
+import functools
 import gc
 import importlib.metadata
 import json
@@ -42,23 +46,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PrinterCallback, Qwen2Config, TrainerCallback
 
 import grpo
+from builtin import builtin_policy
 from evaluate import TASK_KEYS, TaskOptions, load_tasks
-from model import Optimizer, add_reward_tokens, builtin_policy, load_policy, reference_policy, save_policy
+from model import Optimizer, add_reward_tokens, load_policy, reference_policy, save_policy
 from rcgrpo import draw_tokens
 from run import (UserError, checkpoint_of, config_of, make_options, option, program, read_flags, require,
                  require_package)
 from sampler import Sampler, Trajectory
 from tokens import FRAME, parse_calls
 
-SHAPES = {name: dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
-                          "tie_word_embeddings"), sizes))
-          for name, sizes in {"0.5B": (896, 24, 14, 2, 4864, 151936, True), "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
-                              "7B": (3584, 28, 28, 4, 18944, 152064, False)}.items()}
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+          "vocab_size", "tie_word_embeddings")
+SHAPES = {name: dict(zip(FIELDS, sizes)) for name, sizes in {
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True), "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False)}.items()}
 PATIENCE = {"7B": 4}                                     # its share of the time, next to 1 for every other model
 STEP, LIMIT, MFU, PEAK = "ms per decode step", "% of the memory limit", "% model-FLOP utilisation", "peak memory, GiB"
 SHORT, LONG = "32 rows, context 1100", "32 rows, context 5600"
@@ -106,9 +114,10 @@ def on_gpu(subject: Subject) -> bool:
 # bytes and FLOPs
 
 def weights(model) -> tuple[int, int]:
-    """(body, head): weights that every token meets, and those of the output layer, which only sampled positions meet."""
+    """(body, head): weights that every token meets, and the output layer's, which only sampled positions meet."""
     table = model.get_input_embeddings().weight
-    return sum(p.numel() for p in model.base_model.parameters() if p is not table), model.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.base_model.parameters() if p is not table)
+    return body, model.get_output_embeddings().weight.numel()
 
 
 def cache_bytes(model) -> int:
@@ -119,12 +128,12 @@ def cache_bytes(model) -> int:
 
 
 def decode_bytes(model, rows: int, context: int) -> int:
-    """Bytes that one decode step must read: all weights once (of the input table only a few rows), the cache in use once."""
+    """Bytes that one decode step must read: all weights (few rows of the input table) and the cache in use once."""
     return sum(weights(model)) * model.dtype.itemsize + rows * context * cache_bytes(model)
 
 
 def forward_flops(model, lengths: list[int], sampled: int) -> int:
-    """Model FLOPs of one forward pass over episodes of these lengths, the head on `sampled` positions, attention causal."""
+    """Model FLOPs of a forward pass over episodes of these lengths, head on `sampled` positions, causal attention."""
     (body, head), config = weights(model), model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * size * sum(n * n for n in lengths)
@@ -133,8 +142,9 @@ def forward_flops(model, lengths: list[int], sampled: int) -> int:
 
 def shape(name: str, device) -> torch.nn.Module:
     """A Qwen2.5 shape with random bf16 weights (none on the device meta)."""
-    config = Qwen2Config(**SHAPES[name], max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-                         bos_token_id=None, eos_token_id=None)
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    config = Qwen2Config(**SHAPES[name], max_position_embeddings=32768, rope_parameters=rope, bos_token_id=None,
+                         eos_token_id=None)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
@@ -143,26 +153,30 @@ def plan() -> str:
     """The limits of an H200 (4.8 TB/s, 141 GB, 989 TFLOP/s dense bf16) with the 7B shape."""
     model, tokens = shape("7B", "meta"), 16384
     (body, head), config, total = weights(model), model.config, sum(p.numel() for p in model.parameters())
-    lines = [f"7B: {total / 1e9:.3f}e9 weights, {body / 1e9:.3f}e9 body, {head / 1e9:.3f}e9 head; cache {cache_bytes(model):,} bytes a token"]
+    lines = [f"7B: {total / 1e9:.3f}e9 weights, {body / 1e9:.3f}e9 body, {head / 1e9:.3f}e9 head; "
+             f"cache {cache_bytes(model):,} bytes a token"]
     for context in (1100, 5600):
         size = decode_bytes(model, 32, context)
         lines.append(f"decode, 32 rows, context {context}: {size / 1e9:.2f} GB a step, {1e3 * size / 4.8e12:.2f} ms; "
                      f"limit {32 * 4.8e12 / size:,.0f} tok/s, 60 % of it {0.6 * 32 * 4.8e12 / size:,.0f}")
     for name, passes in (("all weights", 4), ("LoRA", 3)):
         flops = passes * forward_flops(model, [6000] * 8, 8 * 600)
-        lines.append(f"update, 8 episodes of 6000 tokens (600 sampled), {name}: {passes} passes, {flops / 1e12:,.0f} TFLOP, {flops / 989e12:.1f} s at the peak")
-    inputs, inner = 2 * tokens * config.hidden_size * config.num_hidden_layers, 2 * tokens * (6 * config.hidden_size + 4 * config.intermediate_size)
+        lines.append(f"update, 8 episodes of 6000 tokens (600 sampled), {name}: {passes} passes, "
+                     f"{flops / 1e12:,.0f} TFLOP, {flops / 989e12:.1f} s at the peak")
+    inputs = 2 * tokens * config.hidden_size * config.num_hidden_layers
+    inner = 2 * tokens * (6 * config.hidden_size + 4 * config.intermediate_size)
     logits = 3 * 4 * 2048 * config.vocab_size
     work = inputs + inner + logits
-    lines.append(f"activations of {tokens} tokens with checkpointing: layers' inputs {inputs / 1e9:.1f} + inside one layer about {inner / 1e9:.1f} "
-                 f"+ fp32 logits of 2048 positions {logits / 1e9:.1f} = {work / 1e9:.0f} GB")
-    lines.append(f"all weights: bf16 2 + reference 2 + gradients 2 + fp32 masters 4 + moments 8 = 18 bytes a weight, {18 * total / 1e9:.0f} GB, "
-                 f"with activations {(18 * total + work) / 1e9:.0f} of 141 GB")
+    lines.append(f"activations of {tokens} tokens with checkpointing: layers' inputs {inputs / 1e9:.1f} + inside one "
+                 f"layer about {inner / 1e9:.1f} + fp32 logits of 2048 positions {logits / 1e9:.1f} = {work / 1e9:.0f} GB")
+    lines.append("all weights: bf16 2 + reference 2 + gradients 2 + fp32 masters 4 + moments 8 = 18 bytes a weight, "
+                 f"{18 * total / 1e9:.0f} GB, with activations {(18 * total + work) / 1e9:.0f} of 141 GB")
     linear = [module for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
-    adapters, cache = sum(32 * (module.in_features + module.out_features) for module in linear), 8 * 6000 * cache_bytes(model)
-    lines.append(f"LoRA: frozen weights, their own reference {2 * total / 1e9:.1f} + {adapters / 1e6:.0f}e6 adapter weights (rank 32) * 16 bytes "
-                 f"{16 * adapters / 1e9:.1f} + max(cache of 8 rollouts {cache / 1e9:.1f}, activations {work / 1e9:.0f}) = "
-                 f"{(2 * total + 16 * adapters + max(cache, work)) / 1e9:.0f} of 40 GB")
+    adapters = sum(32 * (module.in_features + module.out_features) for module in linear)
+    cache = 8 * 6000 * cache_bytes(model)
+    lines.append(f"LoRA: frozen weights, their own reference {2 * total / 1e9:.1f} + {adapters / 1e6:.0f}e6 adapter "
+                 f"weights (rank 32) * 16 bytes {16 * adapters / 1e9:.1f} + max(cache of 8 rollouts {cache / 1e9:.1f}, "
+                 f"activations {work / 1e9:.0f}) = {(2 * total + 16 * adapters + max(cache, work)) / 1e9:.0f} of 40 GB")
     return "\n".join(lines)
 
 
@@ -190,7 +204,7 @@ def timed(function, device) -> tuple:
 
 
 def limits(device, dtype) -> tuple[float, float]:
-    """(bytes a second of a large copy, reading and writing both counted; FLOPs a second of a large matrix product in dtype)."""
+    """(bytes a second of a large copy, read and written; FLOPs a second of a large matrix product in dtype)."""
     source = torch.ones(2 ** 30 if device.type == "cuda" else 2 ** 27, dtype=torch.uint8, device=device)
     target, n = torch.empty_like(source), 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
@@ -204,11 +218,14 @@ class Report:
     def __init__(self, o: Options, device, dtype):
         self.o, self.rows, self.notes, self.deadline = o, [], [], math.inf
         self.bandwidth, self.flops = limits(device, dtype)
-        installed = {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("torch", "transformers", "numpy", "trl")}
-        self.machine = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)",
-                        "dtype": str(dtype).removeprefix("torch."), "copy": f"{self.bandwidth / 1e9:.0f} GB/s",
-                        "matrix product": f"{self.flops / 1e12:.3g} TFLOP/s", "python": platform.python_version(), **installed,
-                        "seed": o.seed, "command": " ".join(["python", "bench.py", *sys.argv[1:]])}
+        names = ("torch", "transformers", "numpy", "trl")
+        installed = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
+        cpu = f"CPU ({torch.get_num_threads()} threads)"
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+        self.machine = {"device": where, "dtype": str(dtype).removeprefix("torch."),
+                        "copy": f"{self.bandwidth / 1e9:.0f} GB/s",
+                        "matrix product": f"{self.flops / 1e12:.3g} TFLOP/s", "python": platform.python_version(), **installed, "seed": o.seed,
+                        "command": " ".join(["python", "lab/bench.py", *sys.argv[1:]])}
 
     def note(self, text: str):
         self.notes.append(text)
@@ -220,18 +237,18 @@ class Report:
             numbers = [[side[measure] for side in pair if measure in side] for pair in pairs]
             numbers = [pair for pair in numbers if all(map(math.isfinite, pair))] or [[math.nan] * len(numbers[0])]
             ours, *theirs = zip(*numbers)
-            row = {"section": section, "model": subject.name, "setting": setting, "measure": measure, "ours": statistics.median(ours),
-                   "low": min(ours), "high": max(ours), **where}
+            row = {"section": section, "model": subject.name, "setting": setting, "measure": measure,
+                   "ours": statistics.median(ours), "low": min(ours), "high": max(ours), **where}
             if theirs:
                 row |= {"peer": statistics.median(theirs[0]), "peer is": peer}
-                if measure.endswith("/s") or measure.startswith(("s ", "ms ")):                  # more is better, or less is
+                if measure.endswith("/s") or measure.startswith(("s ", "ms ")):          # more is better, or less is
                     ratios = [a / b if measure.endswith("/s") else b / a for a, b in numbers]
                     row |= {"ratio": statistics.median(ratios), "ratio low": min(ratios), "ratio high": max(ratios)}
             self.rows.append(row)
             print("  " + " | ".join(cells(row)), flush=True)
 
     def compare(self, section: str, subject: Subject, setting: str, sides: list, peer: str = "", **where):
-        """Warm all sides up (functions of `warm`: then a short run will do) and let them take turns; nothing once time is up."""
+        """Warm all sides up (functions of `warm`: a short run will do), then they take turns; nothing once time is up."""
         if time.time() > self.deadline:
             return self.note(f"{section}, {subject.name}, {setting}: left out, no time")
         try:
@@ -249,10 +266,13 @@ class Report:
         found = []
         for model, section, setting, measure, column, wanted in TARGETS:
             for row in self.rows:
-                if (row["model"], row["section"], row["measure"]) == (model, section, measure) and row["setting"].startswith(setting) and column in row:
-                    what = f"{model}, {section}, {row['setting']}: {measure}" + (f", times {row['peer is']}" if column == "ratio" else "")
+                same = (row["model"], row["section"], row["measure"]) == (model, section, measure)
+                if same and row["setting"].startswith(setting) and column in row:
+                    what = f"{model}, {section}, {row['setting']}: {measure}"
+                    what += f", times {row['peer is']}" if column == "ratio" else ""
                     met = row[column] <= wanted if measure == PEAK else row[column] >= wanted
-                    found.append([what, f"{row[column]:.3g}", f"{'at most' if measure == PEAK else 'at least'} {wanted:.3g}", "yes" if met else "no"])
+                    limit = f"{'at most' if measure == PEAK else 'at least'} {wanted:.3g}"
+                    found.append([what, f"{row[column]:.3g}", limit, "yes" if met else "no"])
         return found
 
     def write(self):
@@ -260,19 +280,21 @@ class Report:
         folder = Path(self.o.out)
         everything = {"machine": self.machine, "options": asdict(self.o), "notes": self.notes, "rows": self.rows}
         (folder / "bench.json").write_text(json.dumps(everything, indent=1), encoding="utf-8")
+        head = ["section", "model", "setting", "measure", "ours", "peer", "times better"]
         (folder / "bench.md").write_text("\n".join([
             "# Speed", "", ", ".join(f"{key} {value}" for key, value in self.machine.items()) + ".", "",
-            "What is compared, and how, stands at the top of bench.py. Medians; in brackets the smallest and the largest.", "",
-            *markdown(["section", "model", "setting", "measure", "ours", "peer", "times better"], map(cells, self.rows)), "",
-            *markdown(["target", "measured", "wanted", "met"], self.targets()), "", *[f"- {note}" for note in self.notes], "",
-            "![time of a decode step](bench.png)", ""]), encoding="utf-8")
+            "What is compared, and how, stands at the top of bench.py. Medians; in brackets smallest and largest.", "",
+            *markdown(head, map(cells, self.rows)), "",
+            *markdown(["target", "measured", "wanted", "met"], self.targets()), "",
+            *[f"- {note}" for note in self.notes], "", "![time of a decode step](bench.png)", ""]), encoding="utf-8")
         figure(self.rows, folder / "bench.png")
 
 
 def cells(row: dict) -> list[str]:
     """A result row as the cells of its table."""
     spread = lambda low, high: f" [{low:.3g}, {high:.3g}]" if low != high else ""
-    return [row["section"], row["model"], row["setting"], row["measure"], f"{row['ours']:.4g}{spread(row['low'], row['high'])}",
+    return [row["section"], row["model"], row["setting"], row["measure"],
+            f"{row['ours']:.4g}{spread(row['low'], row['high'])}",
             f"{row['peer']:.4g} ({row['peer is']})" if "peer" in row else "",
             f"{row['ratio']:.3g}{spread(row['ratio low'], row['ratio high'])}" if "ratio" in row else ""]
 
@@ -282,27 +304,29 @@ def markdown(head: list[str], rows) -> list[str]:
 
 
 def figure(rows: list[dict], path: Path):
-    """How a decode step's time grows with rows, context and, with several models, weights: ours solid, generate dashed."""
+    """How a decode step's time grows with rows, context and (of several models) weights: ours solid, generate dashed."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     rows = [row for row in rows if row["measure"] == STEP]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    panels = [("rows", [row for row in rows if row.get("axis") == "rows"]), ("context", [row for row in rows if row.get("axis") == "context"])]
+    panels = [(x, [row for row in rows if row.get("axis") == x]) for x in ("rows", "context")]
     if len(models) > 1:
         panels.append(("weights", [row for row in rows if row["setting"] == SHORT]))
-    fig, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), layout="constrained")
+    fig, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), layout="constrained")
     for axis, (x, points) in zip(axes, panels):
-        for i, model in enumerate([""] if x == "weights" else models):
+        for i, model in enumerate(models):
             for column, style, who in (("ours", "o-", "ours"), ("peer", "s--", "generate")):
-                line = sorted((row[x], row[column]) for row in points if model in ("", row["model"]) and math.isfinite(row[column]))
-                if line:
-                    axis.plot(*zip(*line), style, color=f"C{i}", markersize=3, label=f"{model} {who}".strip())
+                line = sorted((row[x], row[column]) for row in points
+                              if (x == "weights" or row["model"] == model) and math.isfinite(row[column]))
+                if line and (x != "weights" or i == 0):
+                    axis.plot(*zip(*line), style, color="k" if x == "weights" else f"C{i}", markersize=3,
+                              label=f"{model} {who}")
         fixed = {"rows": "context", "context": "rows"}.get(x)
-        axis.set(xlabel=f"{x} ({fixed} {points[0][fixed]})" if fixed and points else x, ylabel=STEP, xscale="log", yscale="log")
-        if points:
-            axis.legend(fontsize=7, frameon=False)
+        axis.set(xlabel=f"{x} ({fixed} {points[0][fixed]})" if fixed and points else x, ylabel=STEP, xscale="log",
+                 yscale="log")
         axis.spines[["top", "right"]].set_visible(False)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     fig.savefig(path, dpi=120)
     plt.close(fig)
 
@@ -335,35 +359,41 @@ def random_prompts(subject: Subject, n: int, length: int, seed: int) -> list[lis
 
 
 def task_prompts(subject: Subject, o: Options, conditioned: bool = True) -> tuple[list, list[list[int]]]:
-    """The P tasks of a step and the prompts of their P * G rollouts: each with its own reward token, or all without one."""
+    """The P tasks of a step and the prompts of their P * G rollouts: each with its own reward token, or all without."""
     tasks = load_tasks(o, "train", o.tasks, seed=o.seed)
-    labels = draw_tokens(len(tasks), o.group, 0.5, seed=o.seed) if conditioned else [[None] * o.group for _ in tasks]
+    tokens = draw_tokens(len(tasks), o.group, 0.5, seed=o.seed) if conditioned else [[None] * o.group for _ in tasks]
     renderer, starts = Sampler(subject.model, subject.tokenizer).renderer, [task.episode() for task in tasks]
-    return tasks, [renderer.prompt(start.messages, start.tools, label) for start, row in zip(starts, labels) for label in row]
+    return tasks, [renderer.prompt(start.messages, start.tools, token)
+                   for start, row in zip(starts, tokens) for token in row]
 
 
 def generation(sampler: Sampler, new: int, temperature: float) -> GenerationConfig:
-    """The sampler's rules for `generate`: at most `new` tokens (exactly, if it has no stop ids), reward tokens banned, the full softmax."""
+    """The sampler's rules for `generate`: at most `new` tokens (without stop ids exactly), reward tokens banned, the
+    full softmax."""
     drawn = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
-    stop = dict(eos_token_id=sorted(sampler.stop_ids)) if sampler.stop_ids else dict(min_new_tokens=new)     # None would mean the model's own
-    return GenerationConfig(max_new_tokens=new, pad_token_id=0, suppress_tokens=sampler.model.config.reward_token_ids, **stop, **drawn)
+    stop = dict(eos_token_id=sorted(sampler.stop_ids)) if sampler.stop_ids else dict(min_new_tokens=new)
+    return GenerationConfig(max_new_tokens=new, pad_token_id=0, **stop, **drawn,
+                            suppress_tokens=sampler.model.config.reward_token_ids)
 
 
 @torch.no_grad()
-def generate_loop(sampler: Sampler, episodes: list, prompts: list[list[int]], temperature: float = 1.0, seed: int = 0) -> list[Trajectory]:
-    """Sampler.rollout as people write it around `generate`: the whole history of every unfinished episode is fed again for
-    each message. Model, rows, limits and stop ids are those of `sampler`. Log-probs are not kept."""
+def generate_loop(sampler: Sampler, episodes: list, prompts: list[list[int]], temperature: float = 1.0,
+                  seed: int = 0) -> list[Trajectory]:
+    """Sampler.rollout as people write it around `generate`: the whole history of every unfinished episode is fed again
+    for each message. Model, rows, limits and stop ids are those of `sampler`. Log-probs are not kept."""
     model, device = sampler.model, sampler.model.device
     torch.manual_seed(seed)
-    done = [Trajectory(episode, list(prompt), [False] * len(prompt), []) for episode, prompt in zip(episodes, prompts, strict=True)]
+    done = [Trajectory(episode, list(prompt), [False] * len(prompt), [])
+            for episode, prompt in zip(episodes, prompts, strict=True)]
     for first in range(0, len(done), sampler.rows):
         live = done[first:first + sampler.rows]
         while live:
             width = max(len(t.ids) for t in live)
             room = [min(sampler.max_message, sampler.max_length - len(t.ids)) for t in live]
-            ids = torch.tensor([[0] * (width - len(t.ids)) + t.ids for t in live], device=device)                    # (B, width)
+            ids = torch.tensor([[0] * (width - len(t.ids)) + t.ids for t in live], device=device)          # (B, width)
             seen = torch.tensor([[0] * (width - len(t.ids)) + [1] * len(t.ids) for t in live], device=device)
-            new = model.generate(ids, attention_mask=seen, generation_config=generation(sampler, max(room), temperature))[:, width:].tolist()
+            rules = generation(sampler, max(room), temperature)
+            new = model.generate(ids, attention_mask=seen, generation_config=rules)[:, width:].tolist()
             live = [t for t, tokens, n in zip(live, new, room) if _say(sampler, t, tokens[:n])]
     return done
 
@@ -393,7 +423,7 @@ def _say(sampler: Sampler, t: Trajectory, tokens: list[int]) -> bool:
 
 
 def fixed_length(subject: Subject, rows: int):
-    """A sampler without stop ids -> play(prompts, new): exactly `new` tokens for each prompt; play.sampler is the sampler."""
+    """A sampler without stop ids -> play(prompts, new): exactly `new` tokens for each prompt; play.sampler is it."""
     sampler = Sampler(subject.model, subject.tokenizer, rows)
     sampler.stop_ids = set()
 
@@ -407,13 +437,14 @@ def fixed_length(subject: Subject, rows: int):
 def decode_step(subject: Subject, report: Report, section: str, rows: int, context: int, measures, **where):
     """Compare one decode step of `rows` rows at this mean context with generate's."""
     model, device, ours = subject.model, subject.model.device, fixed_length(subject, rows)
-    many, few = (128, 16) if on_gpu(subject) else (64, 64)                               # generate's steps are slow where ours are not
+    many, few = (128, 16) if on_gpu(subject) else (64, 64)                               # generate is slow there
     limit = decode_bytes(model, rows, context) / report.bandwidth                        # seconds
 
     @torch.no_grad()
     def theirs(prompts, new):
         ids = torch.tensor(prompts, device=device)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation(ours.sampler, new, 1.0))
+        rules = generation(ours.sampler, new, 1.0)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=rules)
         assert found.shape[1] == ids.shape[1] + new, "generate stopped early"
 
     def side(play, steps):
@@ -422,13 +453,14 @@ def decode_step(subject: Subject, report: Report, section: str, rows: int, conte
         def measure(warm):
             if warm:
                 return play(prompts, 2)
-            (long, peak, _), (short, _, _) = timed(lambda: play(prompts, steps + 1), device), timed(lambda: play(prompts, 1), device)
+            long, peak, _ = timed(lambda: play(prompts, steps + 1), device)
+            short, _, _ = timed(lambda: play(prompts, 1), device)
             step = (long - short) / steps if long > short else math.nan                  # lost in the noise
             found = {STEP: 1e3 * step, "tok/s": rows / step, LIMIT: 100 * limit / step, PEAK: peak}
             return {name: found[name] for name in measures}
         return measure
-    report.compare(section, subject, f"{rows} rows, context {context}", [side(ours, many), side(theirs, few)], "generate",
-                   rows=rows, context=context, weights=sum(weights(model)), **where)
+    report.compare(section, subject, f"{rows} rows, context {context}", [side(ours, many), side(theirs, few)],
+                   "generate", rows=rows, context=context, weights=sum(weights(model)), **where)
 
 
 def decode(subject: Subject, o: Options, report: Report):
@@ -442,7 +474,8 @@ def growth(subject: Subject, o: Options, report: Report):
     if on_gpu(subject):
         rows, contexts, at_rows, at_context = [1, 8, 32, 128, 256], [512, 1024, 2048, 4096, 8192], 32, 1024
     else:
-        rows, contexts, at_rows, at_context = [n for n in (1, 4, 16, 64, 256) if n <= o.rows], [64, 128, 256, 512, 960], min(16, o.rows), 128
+        rows, contexts = [n for n in (1, 4, 16, 64, 256) if n <= o.rows], [64, 128, 256, 512, 960]
+        at_rows, at_context = min(16, o.rows), 128
     thin = 2 if o.quick else 1
     for n in rows[::thin]:
         decode_step(subject, report, "growth", n, at_context, (STEP,), axis="rows")
@@ -454,7 +487,8 @@ def rollouts(subject: Subject, o: Options, report: Report):
     """Whole episodes over several turns, next to generate_loop."""
     n, sampler = o.tasks * o.group, Sampler(subject.model, subject.tokenizer, o.rows, 64, 16)
     if on_gpu(subject):
-        sampler.max_message, sampler.stop_ids = 256, set(range(0, subject.model.config.vocab_size, 64))    # random weights: one token in 64 stops
+        sampler.max_message = 256
+        sampler.stop_ids = set(range(0, subject.model.config.vocab_size, 64))   # random weights: one token in 64
         prompts, what = random_prompts(subject, n, 1024, o.seed), "episodes of 3 user turns, prompts of 1024 tokens"
         episodes = lambda: [Chat(3, "please go on " * 40) for _ in range(n)]
     else:
@@ -465,15 +499,18 @@ def rollouts(subject: Subject, o: Options, report: Report):
         def measure(warm):
             seconds, peak, found = timed(lambda: play(episodes(), prompts, seed=o.seed), subject.model.device)
             tokens = sum(t.sampled for t in found)
-            return {"episodes/s": n / seconds, "tok/s": tokens / seconds, "sampled tokens": tokens, "messages": sum(len(t.messages) for t in found), PEAK: peak}
+            return {"episodes/s": n / seconds, "tok/s": tokens / seconds, "sampled tokens": tokens,
+                    "messages": sum(len(t.messages) for t in found), PEAK: peak}
         return measure
-    report.compare("rollouts", subject, f"{n} {what}, {o.rows} rows", [side(sampler.rollout), side(lambda *args, **seed: generate_loop(sampler, *args, **seed))],
+    peer = functools.partial(generate_loop, sampler)
+    report.compare("rollouts", subject, f"{n} {what}, {o.rows} rows", [side(sampler.rollout), side(peer)],
                    "generate turn by turn")
 
 
 def prefix(subject: Subject, o: Options, report: Report):
-    """The first token of 8 rollouts with one long prompt; every other one has another id where a reward token would stand."""
-    length, play = 5500 if on_gpu(subject) else min(960, subject.model.config.max_position_embeddings - 2), fixed_length(subject, 8)
+    """The first token of 8 rollouts with one long prompt, every other one with another id in a reward token's place."""
+    length = 5500 if on_gpu(subject) else min(960, subject.model.config.max_position_embeddings - 2)
+    play = fixed_length(subject, 8)
     prompt, others = random_prompts(subject, 2, length, o.seed)
     shared = [prompt[:-6] + [others[i % 2]] + prompt[-5:] for i in range(8)]
     apart = [[others[2 + i]] + row[1:] for i, row in enumerate(shared)]
@@ -495,25 +532,28 @@ def parity(ids: list[int]) -> float:
 
 
 def learner(subject: Subject, group: int, rows: int, **changes):
-    """(step, options): step(prompts, new) is an RL step as grpo.train makes it, on prompts that come group by group, with exactly
-    `new` tokens each -> (seconds of rollouts, of the update, peak GiB, trajectories). With LoRA the model keeps its adapters."""
+    """(step, options): step(prompts, new) is an RL step as grpo.train makes it, on prompts that come group by group,
+    with exactly `new` tokens each -> (seconds of rollouts, of the update, peak GiB, trajectories). With LoRA the model
+    keeps its adapters."""
     model, device, play = subject.model, subject.model.device, fixed_length(subject, rows)
-    options = grpo.Options(**{"beta": 0.05, "group": group, "token_budget": 16384 if on_gpu(subject) else 4096, **changes})
+    options = grpo.Options(beta=0.05, group=group, token_budget=16384 if on_gpu(subject) else 4096, **changes)
     options.prepare(model, options.seed)
     reference = reference_policy(model)
-    optimizer = Optimizer(model, options.lr, betas=(0.9, options.beta2))
+    optimizer = Optimizer(model, options.lr, betas=grpo.BETAS)
 
     def step(prompts, new):
         sampling, peak, found = timed(lambda: play(prompts, new), device)
         rewards = torch.tensor([parity(t.ids[-new:]) for t in found]).view(-1, group)
-        advantages = grpo.group_advantages(rewards, options.eps_stab).view(-1)
-        updating, other, _ = timed(lambda: grpo.update(model, reference, optimizer, found, advantages, options.lr, options), device)
+        advantages = grpo.group_advantages(rewards).view(-1)
+        weights = grpo.loss_weights(torch.tensor([t.sampled for t in found]), options.norm)
+        batch = (found, advantages, weights, options.lr, options)
+        updating, other, _ = timed(lambda: grpo.update(model, reference, optimizer, *batch), device)
         return sampling, updating, max(peak, other), found
     return step, options
 
 
 def trl(subject: Subject, o: Options, report: Report):
-    """A whole step next to TRL's GRPOTrainer: its callback runs our step between two of its own. On a GPU the 0.5B shape only."""
+    """A whole step next to TRL's GRPOTrainer: its callback runs our step between two of its own. On a GPU 0.5B only."""
     if subject.name in SHAPES and subject.name != "0.5B":
         return
     try:
@@ -523,8 +563,10 @@ def trl(subject: Subject, o: Options, report: Report):
         return report.note(f"trl: left out, {error} (pip install trl datasets accelerate)")
     n, device, dtype = o.tasks * o.group, subject.model.device, str(subject.model.dtype).removeprefix("torch.")
     prompts = task_prompts(subject, o, conditioned=False)[1]
-    texts = [subject.tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False) for prompt in prompts[::o.group]]
-    require([subject.tokenizer(text)["input_ids"] for text in texts] == prompts[::o.group], "trl: it would read other ids than ours in the prompts' text")
+    texts = [subject.tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+             for prompt in prompts[::o.group]]
+    require([subject.tokenizer(text)["input_ids"] for text in texts] == prompts[::o.group],
+            "trl: it would read other ids than ours in the prompts' text")
     tokens, pairs = [], []
 
     def reward(completion_ids, **_):
@@ -551,12 +593,13 @@ def trl(subject: Subject, o: Options, report: Report):
             model=str(Path(folder) / "model"), reward_funcs=reward, processing_class=copy.deepcopy(subject.tokenizer),
             train_dataset=Dataset.from_dict({"prompt": texts}), callbacks=[Turns()],
             args=GRPOConfig(
-                output_dir=folder, max_steps=1 + o.repeats, per_device_train_batch_size=n, num_generations=o.group, max_completion_length=o.new,
+                output_dir=folder, max_steps=1 + o.repeats, per_device_train_batch_size=n, num_generations=o.group,
+                max_completion_length=o.new, temperature=1.0, top_k=0, beta=options.beta, loss_type="grpo",
                 generation_kwargs={"min_new_tokens": o.new, "suppress_tokens": subject.model.config.reward_token_ids},
-                temperature=1.0, top_k=0, beta=options.beta, loss_type="grpo", scale_rewards="group", learning_rate=options.lr,
-                lr_scheduler_type="constant", gradient_checkpointing=False, use_cpu=device.type == "cpu", bf16=device.type == "cuda",
-                model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"}, report_to="none", logging_strategy="no", save_strategy="no",
-                disable_tqdm=True, seed=o.seed))
+                scale_rewards="group", learning_rate=options.lr, lr_scheduler_type="constant", seed=o.seed,
+                gradient_checkpointing=False, use_cpu=device.type == "cpu", bf16=device.type == "cuda",
+                model_init_kwargs={"dtype": dtype, "attn_implementation": "sdpa"}, report_to="none",
+                logging_strategy="no", save_strategy="no", disable_tqdm=True))
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     report.add("trl", subject, f"{o.tasks} prompts x {o.group}, {o.new} new tokens each", pairs[1:], "TRL GRPOTrainer")
@@ -571,7 +614,8 @@ def step_side(subject: Subject, report: Report, group: int, prompts: list, new: 
     def measure(warm):
         sampling, updating, peak, _ = step(prompts, new)
         sampling_one, updating_one, *_ = step(prompts[:1] * len(prompts), new)
-        return {"s of rollouts": sampling, "s of the update": updating, MFU: 100 * flops / updating / report.flops, PEAK: peak,
+        return {"s of rollouts": sampling, "s of the update": updating,
+                MFU: 100 * flops / updating / report.flops, PEAK: peak,
                 "s of rollouts, one prompt": sampling_one, "s of the update, one prompt": updating_one}
     return measure
 
@@ -582,14 +626,16 @@ def update(subject: Subject, o: Options, report: Report):
     n, length, new = (8, 6000, 60 if o.quick else 600) if gpu else (o.tasks * o.group, 192 + o.new, o.new)
     for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 32, "grad_checkpoint": True}))[:2 if gpu else 1]:
         if gpu and not changes and 20 * total > torch.cuda.get_device_properties(subject.model.device).total_memory:
-            report.note(f"update, {subject.name}, {name}: left out, its 18 bytes a weight are {18 * total / 1e9:.0f} GB, activations come on top")
+            report.note(f"update, {subject.name}, {name}: left out, its 18 bytes a weight are "
+                        f"{18 * total / 1e9:.0f} GB, activations come on top")
         else:
             prompts = random_prompts(subject, n, length - new, o.seed)
             report.compare("update", subject, f"{name}, {n} episodes of {length} tokens, {new} sampled",
                            [step_side(subject, report, n if gpu else o.group, prompts, new, **changes)])
 
 
-SECTIONS = {section.__name__: section for section in (decode, rollouts, prefix, trl, growth, update)}       # in this order: update changes the model
+SECTIONS = {section.__name__: section for section in (decode, rollouts, prefix, trl, growth,
+                                                      update)}           # the last one, since it changes the model
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -624,7 +670,8 @@ def main(argv=None):
         Path(o.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write the folder {o.out}: {error.strerror}")
-    end, left = time.time() + 60 * o.minutes, {(name, section): PATIENCE.get(name, 1) for name in names for section in chosen}
+    end = time.time() + 60 * o.minutes
+    left = {(name, section): PATIENCE.get(name, 1) for name in names for section in chosen}
     report = Report(o, device, torch.bfloat16 if gpu else torch.float32)
     print(", ".join(f"{key} {value}" for key, value in report.machine.items()))
     for subject in subjects(o, names, device):
