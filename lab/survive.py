@@ -35,8 +35,9 @@ import tokens
 from builtin import builtin_policy
 from evaluate import one_variant_each
 from model import add_reward_tokens, save_policy
-from run import (UserError, config_of, damage, make_options, option, program, read_flags, read_json, read_jsonl,
+from run import (UserError, config_of, make_options, option, program, read_flags, read_json, read_jsonl,
                  require)
+from state import damage
 
 LIMITS = "--eval_tasks 4 --rows 16 --max_message 24 --max_messages 4 --device cpu --threads 1 --save_every 2"
 tqdm.monitor_interval = 0          # no thread of tqdm's either
