@@ -254,7 +254,8 @@ def test_sim_bind():
             ("add_funds", "amount", (True, "3", 2.5, math.inf, -math.inf, math.nan, 10**9 + 1, 10**400, None)),
             ("invite_guests", "guests",
              ("ann", [1], ["ann", None], [["ann"]], ["ann"] * 21, ["a" * 501], {"ann": 1}, ("ann",))),
-            ("set_alarm", "on", (1, 0, "true", None)), ("drive_to", "city", ("a" * 501,)), ("drive_to", "town", ("a",))):
+            ("set_alarm", "on", (1, 0, "true", None)), ("drive_to", "city", ("a" * 501,)),
+            ("drive_to", "town", ("a",))):
         rest = {"invite_guests": {"event": 1}, "set_alarm": {"hour": 1}}.get(name, {})
         assert [value for value in values if bind(name, **rest, **{key: value})] == []
     assert bind("drive_to") is None and bind("drive_to", city="rome", speed=1) is None and bind("fly") is None
@@ -275,11 +276,12 @@ SIM_ARGUMENTS = [{}, "x", [1], None, 7, math.nan, {1: 2}, {None: 1}, {(1, 2): 3}
 def sim_hostile(rng):
     """One thing that step could be given in place of a good call."""
     names, any_name = list(TABLE), rng.choice(list(TABLE) + SIM_NAMES)
+    fitting = [Call(name, {key: rng.choice(SIM_VALUES) for key in TABLE[name].parameters})
+               for name in rng.sample(names, 6)]
     return rng.choice([
         Call(any_name, rng.choice(SIM_ARGUMENTS)), CallError("unreadable " * 200), CallError(10**5000), None, 7, "x",
         [], {}, (), ("drive_to", {"city": "rome"}), object(), Call(any_name, {"city": rng.choice(SIM_VALUES)}),
-        Call(rng.choice(names), rng.choice(SIM_VALUES)),
-        *(Call(name, {key: rng.choice(SIM_VALUES) for key in TABLE[name].parameters}) for name in rng.sample(names, 6))])
+        Call(rng.choice(names), rng.choice(SIM_VALUES)), *fitting])
 
 
 def test_sim_step_survives_anything():
@@ -672,13 +674,21 @@ def test_sim_is_fast():
 # bfcl.py
 # =====================================================================================================================
 
-def bfcl_task(name):
-    return next(task for task in bfcl.load_tasks(part="all") if task.id == "multi_turn_" + name)
+def bfcl_tasks(part="all", **options):
+    return bfcl.load_tasks(part=part, **options)
 
 
-def bfcl_with(*classes, category="base"):
-    """The first task of the category that involves these tool classes."""
-    return next(task for task in bfcl.load_tasks([category], part="all") if set(classes) <= set(task.classes))
+def bfcl_with(*classes, category="base", **changes):
+    """The first task of the category that involves these tool classes, changed."""
+    task = next(task for task in bfcl_tasks(categories=[category]) if set(classes) <= set(task.classes))
+    return dataclasses.replace(task, **changes)
+
+
+def seconds(episode, call):
+    """The result of one call, and the CPU time that it took."""
+    begin = time.thread_time()
+    result, = episode.step([call])
+    return result, time.thread_time() - begin
 
 
 @pytest.fixture
@@ -693,33 +703,29 @@ def steady():
 
 @needs_bfcl
 def test_bfcl_golden_is_accepted_by_both():
-    """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker."""
-    tasks = bfcl.load_tasks(part="all")
-    assert collections.Counter(task.category for task in tasks) == dict.fromkeys(bfcl.CATEGORIES, 200)
-    before = fuzz.official_data()
-    for task in tasks:
+    """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker; doing nothing fails both."""
+    tasks, before = bfcl_tasks(), fuzz.official_data()
+    assert collections.Counter(task.category for task in tasks) == dict.fromkeys(CATEGORIES, 200)
+    for i, task in enumerate(tasks):
         episode = reward.replay(task)
         assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
         assert bfcl.official_verdict(episode), task.id
         assert len(episode.calls) == sum(map(len, task.golden))
         assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
+        if i % 10 == 0:
+            idle, unfinished = reward.replay(task, [[]] * len(task.turns)), task.episode()
+            unfinished.step(task.golden[0])
+            assert reward.trajectory_reward(idle).total == 0
+            assert not bfcl.official_verdict(idle)
+            assert bfcl.official_verdict(unfinished) == (len(task.turns) == 1), "its only turn would finish it"
     assert fuzz.official_data() == before, "the official modules keep something"
-
-
-@needs_bfcl
-def test_bfcl_doing_nothing_fails_both():
-    for task in bfcl.load_tasks(part="all")[::10]:
-        episode = reward.replay(task, [[] for _ in task.turns])
-        assert reward.trajectory_reward(episode).total == 0 and not bfcl.official_verdict(episode)
-    unfinished = bfcl_task("base_0").episode()
-    unfinished.step(bfcl_task("base_0").golden[0])
-    assert not bfcl.official_verdict(unfinished)
+    assert bfcl.data_hash() == "aef40196e45ca421", "not the pinned version"
 
 
 # ---- next to the official checker ----
 
 def rearrange(task, rng):
-    """(kind, turns): the golden calls in another order, in another turn, or with one more. sft.corrupt makes mistakes."""
+    """(kind, turns): the golden calls in another order or turn, or with one more. sft.corrupt makes mistakes."""
     turns = [list(calls) for calls in task.golden]
     turn = rng.choice([turn for turn, calls in enumerate(turns) if calls])
     kind = rng.choice(["order", "move", "extra"])
@@ -736,8 +742,8 @@ def rearrange(task, rng):
 def official_rules(episode):
     """Which rule of the official checker the episode breaks first, by our own executor; None if it breaks none.
 
-    After each turn in which golden calls something: some call was made, the states agree, and the results of this turn's
-    golden calls are among the results of ALL calls so far.
+    After each turn in which golden calls something: some call was made, the states agree, and the results of this
+    turn's golden calls are among the results of ALL calls so far.
     """
     ours, golden, pool = episode.task.episode(), episode.task.episode(), []
     for done, wanted in zip(episode.steps, episode.task.golden):
@@ -760,18 +766,18 @@ def why_they_differ(episode, mine, broken):
         return broken
     if not mine.state:
         return "state changed after the last checked turn"
-    golden = [episode.bind(call) for calls in episode.task.golden for call in calls]
+    golden = [episode.bind(call) for call in flat(episode.task.golden)]
     if all(any(reward.covers([call], [wanted]) for call in episode.calls) for wanted in golden):
         return "a call wanted in two turns, made once"
     return "same results with other arguments or another tool"
 
 
-# R = 1 and the leaderboard says no: it looks at every turn, R only at the end and at the calls as a whole. A call made one
-# turn late (or early, so that its own turn is empty), or in another order so that its result differs (ls before touch).
+# R = 1 and the leaderboard says no: it looks at every turn, R only at the end and at the calls as a whole. A call made
+# one turn late (or early, so that its own turn is empty), or in another order so that its result differs.
 OURS_ONLY = {"nothing called in a turn", "state after a turn", "a result is missing in its turn"}
-# R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a search
-# with another keyword that finds the same, an argument that has no effect; a result that an earlier turn already gave
-# counts again; and nothing is checked after the last turn that has golden calls.
+# R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a
+# search with another keyword that finds the same, an argument that has no effect; a result that an earlier turn already
+# gave counts again; and nothing is checked after the last turn that has golden calls.
 OFFICIAL_ONLY = {"same results with other arguments or another tool", "a call wanted in two turns, made once",
                  "state changed after the last checked turn"}
 
@@ -779,49 +785,45 @@ OFFICIAL_ONLY = {"same results with other arguments or another tool", "a call wa
 @needs_bfcl
 @pytest.mark.parametrize("change, n", [(sft.corrupt, 2000), (rearrange, 500)], ids=["mistakes", "rearranged"])
 def test_bfcl_agreement_with_the_official_checker(change, n):
-    """Our R next to the leaderboard's verdict on corrupted golden answers: how often they agree, and why not otherwise."""
-    rng, tasks = random.Random(0), bfcl.load_tasks(part="all")
-    agree, kinds, begin = collections.Counter(), collections.Counter(), time.time()
+    """Our R next to the leaderboard's verdict on changed golden answers: how often they agree, why not otherwise."""
+    rng, tasks, agree = random.Random(0), bfcl_tasks(), collections.Counter()
     for _ in range(n):
         task = rng.choice(tasks)
         kind, turns = change(task, rng)
         episode = reward.replay(task, turns)
-        mine, official, broken = reward.trajectory_reward(episode), bfcl.official_verdict(episode), official_rules(episode)
+        mine, official = reward.trajectory_reward(episode), bfcl.official_verdict(episode)
+        broken = official_rules(episode)
         assert official == (broken is None), (task.id, kind, turns, broken)     # the rules above explain every verdict
         agree[mine.total, int(official)] += 1
         if mine.total != official:
             why = why_they_differ(episode, mine, broken)
             assert why in (OURS_ONLY if mine.total else OFFICIAL_ONLY), (task.id, kind, turns, why)
-            kinds["only ours" if mine.total else "only official", why, kind] += 1
-    same = agree[0, 0] + agree[1, 1]
-    print(f"\n{same} of {n} verdicts agree ({same / n:.1%}); both pass {agree[1, 1]}, both fail {agree[0, 0]}, "
-          f"only ours {agree[1, 0]}, only official {agree[0, 1]}; {time.time() - begin:.0f} s")
-    for (side, why, kind), count in kinds.most_common():
-        print(f"  {count:4d}  {side}: {why} ({kind})")
-    assert agree[0, 0] and agree[1, 1] and same / n > (0.95 if change is sft.corrupt else 0.5)
+    assert agree[0, 0] and agree[1, 1]
+    assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.5), agree
 
 
 # ---- hostile input ----
 
-HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "_generate_id",
-                 "_set_card_balance", "root", "eval", "exec", "os.system", "GorillaFileSystem.cd", "cd;ls", "cd(", "", " cd",
-                 "CD", "self"]
-HOSTILE_VALUES = [None, True, -1, 0, 10 ** 17, 10 ** 400, -10 ** 400, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a",
-                  "..", "/", "../../etc/passwd", "\x00", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10 ** 6, "9" * 9000,
-                  "__class__", "sort (x)", "2024-01-01", [], {}, [[]], [1] * 900, [1] * 10 ** 5, ["a"] * 50, {"a": 1},
-                  {1: 2}, {"title": {"x": []}}, [[[[[[[[[[[[1]]]]]]]]]]]], {"status": 5}, (1, 2), {1, 2}, b"x", object(),
-                  3 + 4j, print, [None, "a", 2.5], Call("cd", {}), -300, 300, 99, "driver", ["driver"], "economy", 12345]
+HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "root",
+                 "_generate_id", "_set_card_balance", "eval", "exec", "os.system", "GorillaFileSystem.cd", "cd;ls",
+                 "cd(", "", " cd", "CD", "self"]
+HOSTILE_VALUES = [
+    None, True, -1, 0, 10**17, 10**400, -10**400, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a", "..", "/", "\x00",
+    "../../etc/passwd", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "__class__", "sort (x)", [],
+    {}, "2024-01-01", [[]], [1] * 900, [1] * 10**5, ["a"] * 50, {"a": 1}, {1: 2}, {"title": {"x": []}}, nested(12),
+    (1, 2), {"status": 5}, {1, 2}, b"x", object(), 3 + 4j, print, [None, "a", 2.5], ask("cd"), -300, 300, 99, "driver",
+    ["driver"], "economy", 12345]
+NO_CALLS = [None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(), Call({}, {}),
+            Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5)]
 
 
 def hostile(task, rng):
     """A call that no honest model makes, or something that is no call at all."""
     table, kind = bfcl._table(), rng.random()
     if kind < 0.1:
-        return rng.choice([None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(),
-                           Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), Call({}, {}),
-                           CallError("x" * 10 ** 5)])
+        return rng.choice(NO_CALLS)
     if kind < 0.25:
-        return Call(rng.choice(HOSTILE_NAMES), {"folder": rng.choice(HOSTILE_VALUES)})
+        return ask(rng.choice(HOSTILE_NAMES), folder=rng.choice(HOSTILE_VALUES))
     if kind < 0.3:
         return Call(rng.choice(sorted(table)), {"self": 1, "folder": "x"})
     name = rng.choice(sorted(table) if kind < 0.35 else task.offered)
@@ -835,18 +837,16 @@ def hostile(task, rng):
 
 @needs_bfcl
 def test_bfcl_hostile_calls(steady):
-    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a documented function of the task."""
-    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), fuzz.official_data()
-    slowest, ran = (0, None), 0
+    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a function of the task."""
+    rng, tasks, before, ran, slowest = random.Random(1), bfcl_tasks(), fuzz.official_data(), 0, (0, None)
     for _ in range(300):
         task = rng.choice(tasks)
         episode, state = task.episode(), None
         for _ in range(20):
             call = hostile(task, rng)
             state, done = state or episode.state(), len(episode.calls)
-            begin = time.thread_time()
-            result, = episode.step([call])
-            slowest = max(slowest, (time.thread_time() - begin, repr(call)[:200]))
+            result, took = seconds(episode, call)
+            slowest = max(slowest, (took, repr(call)[:200]))
             assert isinstance(result, str) and len(result) <= bfcl.MAX_RESULT
             result.encode()                             # no half characters
             if len(episode.calls) == done:              # refused
@@ -857,7 +857,6 @@ def test_bfcl_hostile_calls(steady):
             if rng.random() < 0.1:
                 episode.next_turn()
         assert isinstance(bfcl.official_verdict(episode), bool)
-    print(f"\n{ran} of 6000 hostile calls ran; slowest {slowest[0] * 1000:.1f} ms: {slowest[1][:100]}")
     assert ran > 1000 and slowest[0] < 0.1, slowest
     assert fuzz.official_data() == before
 
@@ -866,129 +865,105 @@ def test_bfcl_hostile_calls(steady):
 def test_bfcl_math_is_bounded_and_keeps_no_precision(steady):
     import mpmath
     episode = bfcl_with("MathAPI").episode()
-    begin, precision = time.thread_time(), (decimal.getcontext().prec, mpmath.mp.dps)
-    for name, arguments in [("power", {"base": 9, "exponent": 10 ** 9}), ("power", {"base": 2.0, "exponent": -1e9}),
-                            ("power", {"base": 10 ** 17, "exponent": 10 ** 17}),
-                            ("logarithm", {"value": 7, "base": 3, "precision": 10 ** 7}),
-                            ("square_root", {"number": 2, "precision": 10 ** 7}),
-                            ("logarithm", {"value": 7, "base": 3, "precision": "200000"}),     # mpmath reads texts as well
-                            ("logarithm", {"value": "1e3000000", "base": 3, "precision": 5}),
-                            ("logarithm", {"value": 7, "base": "1e3000000", "precision": 5}),
-                            ("round_number", {"number": 5, "decimal_places": -10 ** 9})]:
-        result, = episode.step([Call(name, arguments)])
-        assert "beyond" in json.loads(result)["error"], (name, result)
-    assert time.thread_time() - begin < 0.1 and episode.calls == []
-    results = episode.step([Call("square_root", {"number": 2, "precision": 60}),
-                            Call("power", {"base": 2, "exponent": 10}),
-                            Call("logarithm", {"value": 8, "base": 2, "precision": 50})])
+    precision = (decimal.getcontext().prec, mpmath.mp.dps)
+    for call in (ask("power", base=9, exponent=10**9), ask("power", base=2.0, exponent=-1e9),
+                 ask("power", base=10**17, exponent=10**17), ask("logarithm", value=7, base=3, precision=10**7),
+                 ask("square_root", number=2, precision=10**7),
+                 ask("logarithm", value=7, base=3, precision="200000"),     # mpmath reads texts as well
+                 ask("logarithm", value="1e3000000", base=3, precision=5),
+                 ask("logarithm", value=7, base="1e3000000", precision=5),
+                 ask("round_number", number=5, decimal_places=-10**9)):
+        result, took = seconds(episode, call)
+        assert "beyond" in json.loads(result)["error"] and took < 0.1, call
+    assert episode.calls == []
+    results = episode.step([ask("square_root", number=2, precision=60), ask("power", base=2, exponent=10),
+                            ask("logarithm", value=8, base=2, precision=50)])
     assert "1.41421356237309504880168872420969807856967187537694807317668" in results[0]
     assert results[1] == '{"result": 1024}' and "3.0" in results[2]
     assert (decimal.getcontext().prec, mpmath.mp.dps) == precision == (28, 15)
-    for number in (math.nan, math.inf, -math.inf, 10 ** 19, -1e19):
-        assert episode.bind(Call("add", {"a": number, "b": 1})) is None
+    for number in (math.nan, math.inf, -math.inf, 10**19, -1e19):
+        assert episode.bind(ask("add", a=number, b=1)) is None
 
 
 @needs_bfcl
 def test_bfcl_results_have_an_end_and_so_has_the_dialogue():
     episode = bfcl_with("GorillaFileSystem").episode()
-    for i in range(12):
-        result, = episode.step([Call("touch", {"file_name": f"{i}" + "n" * 9000})])
-        assert result == "None"
-    assert "100000 characters" in json.loads(*episode.step([Call("ls", {})]))["error"]
-    deep = []
-    for _ in range(5000):
-        deep = [deep]
-    assert "nested" in json.loads(*episode.step([Call("ls", {"a": deep})]))["error"]
-    assert json.loads(*episode.step([CallError("no such thing")])) == {"error": "no such thing"}
-    results = episode.step([Call("pwd", {})] * 70)
+    assert episode.step([ask("touch", file_name=f"{i}" + "n" * 9000) for i in range(12)]) == ["None"] * 12
+    for says, call in {"100000 char": ask("ls"), "nested": ask("ls", a=nested()), "no": CallError("no")}.items():
+        assert says in told(episode, call)[0]["error"]
+    results = episode.step([ask("pwd")] * 70)
     assert len(results) == 70 and "error" not in results[63] and "more than 64" in json.loads(results[64])["error"]
     while episode.next_turn():
         pass
     ran = len(episode.calls)
-    assert "over" in json.loads(*episode.step([Call("pwd", {})]))["error"] and len(episode.calls) == ran
+    assert "over" in told(episode, ask("pwd"))[0]["error"] and len(episode.calls) == ran
     assert episode.step([]) == [] and episode.next_turn() is None
 
 
-@needs_bfcl
-def test_bfcl_file_system_cannot_be_made_endless(steady):
-    """The official cp puts a folder into itself; `find` would then walk forever. Such an episode is lost, but ends."""
-    task = bfcl_task("base_0")
-    loop = task.episode()
-    loop.step([Call("mkdir", {"dir_name": "a"}), Call("cp", {"source": "a", "destination": "a"})])
-    assert task.id == "multi_turn_base_0" and "cp" not in task.offered      # excluded in this task
-    assert not loop.broken and loop.calls[-1].name == "mkdir"
-    task = dataclasses.replace(task, offered=task.offered + ["cp"])
-    grow = [Call("mkdir", {"dir_name": "a"})] + [Call("cp", {"source": "a", "destination": "a"}), Call("find", {})] * 3
-    deep = [call for i in range(80) for call in (Call("mkdir", {"dir_name": "d"}), Call("cd", {"folder": "d"}))]
-    wide = [Call("mkdir", {"dir_name": "a0"})] + [call for i in range(40) for call in (
-        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
-        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}),
-        Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
-    for calls in (grow, deep, wide):
-        episode = task.episode()
-        for call in calls:
-            begin = time.thread_time()
-            episode.step([call])
-            assert time.thread_time() - begin < 0.1
-        for _ in task.turns:
-            episode.next_turn()
-        assert episode.broken and episode.state() != episode.state()
-        assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
+def doubling(times):
+    """Calls by which the folder a0 goes into a1 twice, a1 into a2 twice, and so on."""
+    return [ask("mkdir", dir_name="a0")] + [call for i in range(times) for call in (
+        ask("cp", source=f"a{i}", destination=f"b{i}"), ask("mkdir", dir_name=f"a{i + 1}"),
+        ask("mv", source=f"a{i}", destination=f"a{i + 1}"), ask("mv", source=f"b{i}", destination=f"a{i + 1}"))]
+
+
+def descent(times, name):
+    return [ask("mkdir", dir_name=name), ask("cd", folder=name)] * times
+
+
+FIND, LOOP, TOP = ask("find"), ask("cp", source="a", destination="a"), ask("cd", folder="/")
+# A folder within itself, which the official cp makes: `find` would walk forever. A deep one, a wide one, a gigabyte of
+# paths. 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads.
+ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": descent(80, "d"), "wide": doubling(40),
+           "long names": [*descent(50, "n" * 9000), *doubling(7), FIND, TOP, FIND],
+           "out of the root's reach": [
+               *descent(1, "o"), ask("mkdir", dir_name="k"), TOP, ask("cp", source="o", destination="p"),
+               ask("rm", file_name="o"), *(ask("cd", folder=name) for name in ("p", "k", "..")), *doubling(18), FIND]}
 
 
 @needs_bfcl
-@pytest.mark.parametrize("what", ["long names", "a folder that the root does not reach"])
-def test_bfcl_file_system_cannot_explode(steady, what):
-    """`find` would list a gigabyte of paths, or walk 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads."""
-    task = dataclasses.replace(bfcl_with("GorillaFileSystem"), withheld={}, offered=[
-        name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"])
-    start = [call for i in range(50) for call in (Call("mkdir", {"dir_name": "n" * 9000}), Call("cd", {"folder": "n" * 9000}))]
-    if what != "long names":
-        start = [Call("mkdir", {"dir_name": "o"}), Call("cd", {"folder": "o"}), Call("mkdir", {"dir_name": "k"}), Call("cd", {"folder": "/"}),
-                 Call("cp", {"source": "o", "destination": "p"}), Call("rm", {"file_name": "o"}), Call("cd", {"folder": "p"}),
-                 Call("cd", {"folder": "k"}), Call("cd", {"folder": ".."})]
-    double = [call for i in range(7 if what == "long names" else 18) for call in (
-        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
-        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}), Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
-    end = [Call("find", {})] + [Call("cd", {"folder": "/"}), Call("find", {})] * (what == "long names")
-    episode = task.episode()
-    for call in start + [Call("mkdir", {"dir_name": "a0"})] + double + end:
-        figures = {}
+@pytest.mark.parametrize("what", ENDLESS)
+def test_bfcl_file_system_cannot_be_made_endless(steady, what):
+    """Such an episode is lost, but ends, within bounds of time and memory."""
+    task, figures = bfcl_with("GorillaFileSystem"), {}
+    table = {name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"}
+    assert "cp" not in task.offered and "no function 'cp'" in told(task.episode(), LOOP)[0]["error"]    # excluded here
+    episode = dataclasses.replace(task, withheld={}, offered=sorted(table)).episode()
+    for call in ENDLESS[what]:
         with fuzz.watching("run", figures):
             episode.step([call])
         assert figures["run"][0] < fuzz.SECONDS and figures["run"][1] < fuzz.MEGABYTES, (call.name, figures)
+    for _ in task.turns:
+        episode.next_turn()
     assert episode.broken and "cycle or too large" in "".join(message["content"] for message in episode.messages)
+    assert episode.state() != episode.state()
+    assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
 
 
 @needs_bfcl
-def test_bfcl_sets_in_error_texts_are_sorted():
+@pytest.mark.parametrize("owner, state, call, says", [
+    ("TravelAPI", {"access_token": "t", "token_expires_in": 9, "credit_card_list": {"c": {"balance": 1}}},
+     ask("book_flight", access_token="t", card_id="c", travel_date="2024-01-01", travel_from="SFO", travel_to="LAX",
+         travel_class="cargo"), "Must be one of {'business', 'economy', 'first'}"),
+    ("TicketAPI", {"ticket_queue": [{"id": 1, "status": "Open"}]},
+     ask("edit_ticket", ticket_id=1, updates=dict.fromkeys("zebra", 1)), "update: a, b, e, r, z")])
+def test_bfcl_sets_in_error_texts_are_sorted(owner, state, call, says):
     """Two official errors list a set: in hash order, which PYTHONHASHSEED changes, unless we sort what they list."""
-    for owner, name, arguments, text in (
-            ("TravelAPI", "book_flight", {"access_token": "t", "card_id": "c", "travel_date": "2024-01-01", "travel_from": "SFO",
-                                          "travel_to": "LAX", "travel_class": "cargo"}, "Must be one of {'business', 'economy', 'first'}"),
-            ("TicketAPI", "edit_ticket", {"ticket_id": 1, "updates": {key: 1 for key in "zebra"}}, "update: a, b, e, r, z")):
-        task = dataclasses.replace(bfcl_with(owner), withheld={}, offered=[name])
-        episode = task.episode()
-        if owner == "TravelAPI":
-            episode.objects[owner].access_token, episode.objects[owner].token_expires_in = "t", 9
-            episode.objects[owner].credit_card_list = {"c": {"balance": 1}}
-        else:
-            episode.objects[owner].ticket_queue = [{"id": 1, "status": "Open"}]
-        assert text in json.loads(*episode.step([Call(name, arguments)]))["error"]
+    episode = bfcl_with(owner, withheld={}, offered=[call.name]).episode()
+    vars(episode.objects[owner]).update(state)
+    assert says in told(episode, call)[0]["error"]
 
 
 @needs_bfcl
 def test_bfcl_text_is_never_rewritten():
-    """The official executor's regular expression turns `sort (x)` within a text into code; neither path of ours does."""
+    """The official executor's regular expression turns `sort (x)` in a text into code; neither path of ours does."""
     text = "first sort (x), then mean(y) \\(z) 'q' \"r\" {s} \n cd('..')"
-    golden = [[Call("touch", {"file_name": "n.txt"}), Call("echo", {"content": text, "file_name": "n.txt"}),
-               Call("cat", {"file_name": "n.txt"})]]
-    task = dataclasses.replace(bfcl_task("base_0"), turns=["Write it."], golden=golden)
-    episode = reward.replay(task)
+    golden = [ask("touch", file_name="n"), ask("echo", content=text, file_name="n"), ask("cat", file_name="n")]
+    episode = reward.replay(bfcl_with("GorillaFileSystem", turns=["Write it."], golden=[golden]))
     assert json.loads(episode.messages[-2]["content"]) == {"file_content": text}
-    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n.txt"]["content"] == text
+    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n"]["content"] == text
     assert bfcl.official_verdict(episode) and reward.trajectory_reward(episode).total == 1
-    call = Call("echo", {"content": text, "file_name": None})
+    call = ask("echo", content=text, file_name=None)
     assert bfcl._parse_golden(bfcl._text(call)) == call and "(" not in bfcl._text(call).removeprefix("echo(")
 
 
@@ -996,40 +971,34 @@ def test_bfcl_text_is_never_rewritten():
 
 def fitting_call(task, name):
     """A call of the function that binds: the golden one if there is one."""
-    for calls in task.golden:
-        for call in calls:
-            if call.name == name:
-                return call
     fill = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
     parameters = bfcl._table()[name].schema["function"]["parameters"]
-    return Call(name, {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]})
+    made = {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]}
+    return next((call for call in flat(task.golden) if call.name == name), Call(name, made))
 
 
 @needs_bfcl
 def test_bfcl_withheld_functions():
     """Refused before the turn that hands them over, with their schemas, and run from then on."""
-    checked, early = 0, []
-    for task in bfcl.load_tasks(["miss_func"], part="all"):
+    checked, early, said = 0, [], "I have updated some more functions you can choose from. What about now?"
+    for task in bfcl_tasks(categories=["miss_func"]):
         (turn, names), = task.withheld.items()
         early += [(task.id, name) for name in task.early]
         episode = task.episode()
         assert not {tool["function"]["name"] for tool in episode.tools} & set(names) and task.golden[turn - 1] == []
+        assert task.turns[turn] == said
         for now in range(len(task.turns)):
             state = episode.state()
-            for name in set(names) - set(task.early):
-                call = fitting_call(task, name)
-                assert episode.bind(call) is not None
-                result, = episode.step([call])
+            for call in (fitting_call(task, name) for name in set(names) - set(task.early)):
+                bound, (result,) = episode.bind(call), episode.step([call])
                 if now < turn:
-                    assert json.loads(result) == {"error": f"no function {name!r}"} and episode.state() == state
+                    assert json.loads(result) == {"error": f"no function {call.name!r}"} and bound
+                    assert episode.state() == state and episode.calls == []
                 else:
-                    assert episode.calls[-1] == episode.bind(call)
+                    assert episode.calls[-1] == bound
                     checked += 1
-            assert now >= turn or episode.calls == []
             handed = [tool["function"]["name"] for tool in (episode.next_turn() or {}).get("tools", [])]
             assert handed == (names if now + 1 == turn else [])
-            if now + 1 == turn:
-                assert task.turns[turn] == "I have updated some more functions you can choose from. What about now?"
     assert checked > 200 and early == [("multi_turn_miss_func_49", "tail")]
 
 
@@ -1040,7 +1009,7 @@ def test_bfcl_schemas():
         inner = [*schema.get("properties", {}).values()] + [schema[key] for key in ("items",) if key in schema]
         return {schema["type"]}.union(*map(types, inner))
     excluded = 0
-    for task in bfcl.load_tasks(part="all"):
+    for task in bfcl_tasks():
         episode = task.episode()
         schemas = list(episode.tools)
         while message := episode.next_turn():
@@ -1051,7 +1020,7 @@ def test_bfcl_schemas():
         assert len(task.turns) == len(task.golden) and all(tool["type"] == "function" for tool in schemas)
         documented = {name for name, function in bfcl._table().items() if function.owner.__name__ in task.classes}
         excluded += len(documented - set(parameters))
-        for call in (call for calls in task.golden for call in calls):
+        for call in flat(task.golden):
             schema = parameters[call.name]
             assert set(schema["required"]) <= set(call.arguments) <= set(schema["properties"])
         for schema in parameters.values():
@@ -1059,52 +1028,48 @@ def test_bfcl_schemas():
             assert types(schema) <= {"object", "string", "number", "integer", "boolean", "array"}
         assert (task.category == "miss_func") == bool(task.withheld)
     assert excluded == 4 * 18
-    assert bfcl_task("base_0").episode().bind(Call("tail", {"file_name": "a"})) == Call("tail", {"file_name": "a", "lines": 10})
+    bound = bfcl_with("GorillaFileSystem").episode().bind(ask("tail", file_name="a"))
+    assert bound == ask("tail", file_name="a", lines=10)
 
 
 # ---- splits ----
 
+BFCL_PARTS = ("train", "validation", "test")
+
+
 @needs_bfcl
 def test_bfcl_scenario_split_is_clean():
-    for seed, sizes in enumerate([(636, 80, 84), (640, 80, 80)]):
-        parts = {part: bfcl.load_tasks(part=part, seed=seed) for part in ("train", "validation", "test")}
-        assert tuple(len(tasks) for tasks in parts.values()) == sizes
-        scenarios = [{task.scenario for task in tasks} for tasks in parts.values()]
-        assert sum(map(len, scenarios)) == len(set.union(*scenarios)) == 200
-        assert set(collections.Counter(task.scenario for tasks in parts.values() for task in tasks).values()) == {4}
-        base = bfcl.load_tasks(["base"], part="test", seed=seed)
-        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == sizes[2] / 4
-    assert bfcl.load_tasks(part="test") == bfcl.load_tasks(part="test") != bfcl.load_tasks(part="test", seed=1)
-
-
-@needs_bfcl
-def test_bfcl_scenarios_with_equal_answers_share_a_side():
-    """Whatever the seed; a pair goes where the first of it falls, all others stay where the shuffle puts them."""
-    tasks, pairs, apart = bfcl.load_tasks(part="all"), [{"107", "136"}, {"120", "124"}], 0
+    """The four variants of a scenario stay together, and so do scenarios with equal answers, whatever the seed: a pair
+    goes where the first of it falls, all others stay where the shuffle puts them."""
+    pairs, apart = [{"107", "136"}, {"120", "124"}], 0
     for seed in range(12):
-        keys = sorted({task.scenario for task in tasks})
-        random.Random(seed).shuffle(keys)
-        shuffled = dict(zip(keys, ["test"] * 20 + ["validation"] * 20 + ["train"] * 160))
-        side = {task.scenario: part for part in ("train", "validation", "test")
-                for task in bfcl.load_tasks(part=part, seed=seed)}
-        sides = collections.defaultdict(set)
-        for task in tasks:
-            sides[bfcl.answer(task)].add(side[task.scenario])
+        parts = {part: bfcl_tasks(part, seed=seed) for part in BFCL_PARTS}
+        sizes = tuple(map(len, parts.values()))
+        assert sum(sizes) == 800 and sizes == {0: (636, 80, 84), 1: (640, 80, 80)}.get(seed, sizes)
+        base = bfcl_tasks("test", categories=["base"], seed=seed)
+        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == sizes[2] / 4
+        side, sides = {}, collections.defaultdict(set)
+        for part, tasks in parts.items():
+            for task in tasks:
+                assert side.setdefault(task.scenario, part) == part
+                sides[bfcl.answer(task)].add(part)
         assert all(len(found) == 1 for found in sides.values()), seed
+        keys = sorted(side)
+        random.Random(seed).shuffle(keys)
+        shuffled = dict(zip(keys, ["test"] * 20 + ["validation"] * 20 + ["train"] * 160, strict=True))
         moved = {key for key in keys if side[key] != shuffled[key]}
         for pair in pairs:
             first = min(pair, key=keys.index)
             assert {side[key] for key in pair} == {shuffled[first]} and first not in moved
-        apart += len(moved)
         assert moved <= set.union(*pairs)
+        apart += len(moved)
     assert apart > 2, "without any pair that the shuffle parts this shows nothing"
 
 
 @needs_bfcl
 def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
     """a and b have an answer in common, so have c and d, and b and c in others: the four are one, e is alone."""
-    call = lambda text: [[Call("echo", {"content": text})]]     # noqa: E731
-    tasks = tuple(dataclasses.replace(bfcl_task("base_0"), scenario=scenario, golden=call(text))
+    tasks = tuple(bfcl_with(scenario=scenario, golden=[[ask("echo", content=text)]])
                   for scenario, text in zip("abcdbe", "112223"))
     monkeypatch.setattr(bfcl, "_all_tasks", lambda: tasks)
     assert bfcl._kin.__wrapped__() == {**dict.fromkeys("abcd", set("abcd")), "e": {"e"}}
@@ -1113,21 +1078,16 @@ def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
 @needs_bfcl
 def test_bfcl_random_split_leaks():
     """80 test tasks as in the paper; nearly all of their golden call sequences stand in the training tasks."""
-    def sequence(task):
-        return repr([call for calls in task.golden for call in calls])
-    leak = {}
-    for split in ("random", "scenario"):
-        train, validation, test = (bfcl.load_tasks(split=split, part=part) for part in ("train", "validation", "test"))
-        assert (len(train), len(validation), len(test)) == ((640, 80, 80) if split == "random" else (636, 80, 84))
-        assert len({task.id for task in train + validation + test}) == 800
-        known = {sequence(task) for task in train}
-        leak[split] = sum(sequence(task) in known for task in test) / len(test)
-    print("\nshare of test tasks whose golden calls stand in training:", leak)
-    assert leak["random"] > 0.9 and leak["scenario"] == 0
+    for split, sizes in (("random", (640, 80, 80)), ("scenario", (636, 80, 84))):
+        train, validation, test = parts = [bfcl_tasks(part, split=split) for part in BFCL_PARTS]
+        assert tuple(map(len, parts)) == sizes and len({task.id for task in flat(parts)}) == 800
+        known = {repr(flat(task.golden)) for task in train}
+        leak = sum(repr(flat(task.golden)) in known for task in test) / len(test)
+        assert leak > 0.9 if split == "random" else leak == 0
 
 
 @needs_bfcl
-@pytest.mark.parametrize("bad", [{"split": "paper"}, {"part": "dev"}, {"categories": ["single"]}, {"categories": "base"}])
+@pytest.mark.parametrize("bad", [{"split": "paper"}, {"part": "dev"}, {"categories": ["one"]}, {"categories": "base"}])
 def test_bfcl_bad_values(bad):
     with pytest.raises(ValueError, match="^unknown .* choose from [^\n]*$"):
         bfcl.load_tasks(**bad)
@@ -1137,6 +1097,10 @@ def test_bfcl_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "bfcl_eval", None)
     monkeypatch.setattr(bfcl, "_all_tasks", bfcl._all_tasks.__wrapped__)
     assert "missing: pip install --no-deps bfcl-eval==2026.3.23" in stumble(monkeypatch, capsys, bfcl)
+    monkeypatch.setattr(bfcl.importlib.util, "find_spec", lambda name: None)
+    for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks):
+        with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
+            use()
 
 
 @pytest.mark.parametrize("module", [simulator, bfcl])
@@ -1167,8 +1131,8 @@ def mutable_parts(value, found=None):
     if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__") and not isinstance(value, type):
         if id(value) not in found:
             found[id(value)] = value
-            inside = value if isinstance(value, (list, set)) else (value if isinstance(value, dict) else vars(value)).values()
-            for inner in inside:
+            inside = value if isinstance(value, (list, set, dict)) else vars(value)
+            for inner in inside.values() if isinstance(inside, dict) else inside:
                 mutable_parts(inner, found)
     return found
 
@@ -1178,9 +1142,9 @@ def test_bfcl_episodes_share_nothing():
     """Two episodes of a task, interleaved with a spoiler between them, behave as one alone. Sharing would show in
     long_context credit cards, default arguments, random numbers, and the configuration."""
     rng = random.Random(2)
-    for task in rng.sample(bfcl.load_tasks(part="all"), 150):
+    for task in rng.sample(bfcl_tasks(), 150):
         alone = reward.replay(task)
-        first, second, spoiler = task.episode(), task.episode(), task.episode()
+        first, second, spoiler = (task.episode() for _ in range(3))
         assert not mutable_parts(first.objects).keys() & mutable_parts(second.objects).keys()
         for calls in task.golden:
             for call in calls:
@@ -1196,9 +1160,9 @@ def test_bfcl_episodes_share_nothing():
 
 @needs_bfcl
 def test_bfcl_states_and_calls_are_copies():
-    for task in bfcl.load_tasks(part="all")[::20]:
+    for task in bfcl_tasks()[::20]:
         episode = task.episode()
-        state, call = episode.state(), Call("post_tweet", {"content": "a", "tags": ["#a"]})
+        state, call = episode.state(), ask("post_tweet", content="a", tags=["#a"])
         kept = copy.deepcopy(state)
         for calls in task.golden:
             episode.step(copy.deepcopy(calls))
@@ -1214,35 +1178,25 @@ def test_bfcl_states_and_calls_are_copies():
 @needs_bfcl
 def test_bfcl_official_globals_do_not_leak():
     """Three known places: cards of long_context, the default lists of post_tweet, and the checker's own instances."""
-    travel = bfcl_with("TravelAPI", category="long_context").episode()
-    other = travel.task.episode()
-    card = next(iter(bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION))
-    balance = other.state()["TravelAPI"]["credit_card_list"][card]["balance"]
-    travel.objects["TravelAPI"]._set_card_balance(card, -1)
-    assert other.state()["TravelAPI"]["credit_card_list"][card]["balance"] == balance
-    assert travel.task.episode().state()["TravelAPI"]["credit_card_list"][card]["balance"] == balance
+    cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
+    before, card, travel = copy.deepcopy(cards), next(iter(cards)), bfcl_with("TravelAPI", category="long_context")
+    balance = lambda episode: episode.state()["TravelAPI"]["credit_card_list"][card]["balance"]     # noqa: E731
+    one, other = travel.episode(), travel.episode()
+    one.objects["TravelAPI"]._set_card_balance(card, -1)
+    assert -1 == balance(one) != balance(other) == balance(travel.episode())
+    insure = ask("purchase_insurance", access_token="t", insurance_type="a", booking_id="7", insurance_cost=5,
+                 card_id=card)
+    task = dataclasses.replace(travel, turns=["Insure me."], golden=[[insure]], initial={"TravelAPI": {
+        "access_token": "t", "token_expires_in": 9, "booking_record": {"7": {}}}})
+    assert bfcl.official_verdict(reward.replay(task)) and cards == before
 
-    golden = [[Call("post_tweet", {"content": "a"}), Call("mention", {"tweet_id": 0, "mentioned_usernames": ["@b"]})]]
-    task = dataclasses.replace(bfcl_with("TwitterAPI"), turns=["Post it."], golden=golden,
-                               initial={"TwitterAPI": {"authenticated": True}})
+    golden = [[ask("post_tweet", content="a"), ask("mention", tweet_id=0, mentioned_usernames=["@b"])]]
+    task = bfcl_with("TwitterAPI", turns=["Post it."], golden=golden, initial={"TwitterAPI": {"authenticated": True}})
     for _ in range(2):
         episode = reward.replay(task)
         assert episode.state()["TwitterAPI"]["tweets"][0]["mentions"] == ["@b"] and bfcl.official_verdict(episode)
-    assert episode.task.episode().bind(Call("post_tweet", {"content": "a"})).arguments["mentions"] == []
+    assert task.episode().bind(ask("post_tweet", content="a")).arguments["mentions"] == []
     assert not [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]
-
-    cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
-    before, login = copy.deepcopy(cards), {"access_token": "t", "token_expires_in": 9, "booking_record": {"7": {}}}
-    insure = Call("purchase_insurance", {"access_token": "t", "insurance_type": "a", "booking_id": "7", "insurance_cost": 5,
-                                         "card_id": card})
-    task = dataclasses.replace(bfcl_with("TravelAPI", category="long_context"), turns=["Insure me."], golden=[[insure]],
-                               initial={"TravelAPI": login})
-    assert bfcl.official_verdict(reward.replay(task)) and cards == before
-
-
-@needs_bfcl
-def test_bfcl_data_is_the_pinned_version():
-    assert bfcl.data_hash() == "aef40196e45ca421"
 
 
 # =====================================================================================================================
