@@ -5,7 +5,7 @@
     python lab/bench.py --plan                           # on paper: the limits of an H200 with the 7B shape
 
 Both sides of a comparison have the same weights, dtype, attention (sdpa), prompts and limits, run in one process and
-take turns after a warm-up. "Times better" is the median over such pairs, with the smallest and the largest pair behind it.
+take turns after a warm-up. "Times better" is the median over such pairs, with the smallest and the largest behind it.
 
   decode    one decode step, (time of N + 1 new tokens - time of 1) / N, all rows with one prompt of random ids. Peer:
             transformers' `generate`. Memory limit: the bytes that a step must read (weights and the cache in use) over
@@ -168,7 +168,8 @@ def plan() -> str:
     logits = 3 * 4 * 2048 * config.vocab_size
     work = inputs + inner + logits
     lines.append(f"activations of {tokens} tokens with checkpointing: layers' inputs {inputs / 1e9:.1f} + inside one "
-                 f"layer about {inner / 1e9:.1f} + fp32 logits of 2048 positions {logits / 1e9:.1f} = {work / 1e9:.0f} GB")
+                 f"layer about {inner / 1e9:.1f} + fp32 logits of 2048 positions {logits / 1e9:.1f} = "
+                 f"{work / 1e9:.0f} GB")
     lines.append("all weights: bf16 2 + reference 2 + gradients 2 + fp32 masters 4 + moments 8 = 18 bytes a weight, "
                  f"{18 * total / 1e9:.0f} GB, with activations {(18 * total + work) / 1e9:.0f} of 141 GB")
     linear = [module for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
@@ -224,7 +225,8 @@ class Report:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         self.machine = {"device": where, "dtype": str(dtype).removeprefix("torch."),
                         "copy": f"{self.bandwidth / 1e9:.0f} GB/s",
-                        "matrix product": f"{self.flops / 1e12:.3g} TFLOP/s", "python": platform.python_version(), **installed, "seed": o.seed,
+                        "matrix product": f"{self.flops / 1e12:.3g} TFLOP/s", "python": platform.python_version(),
+                        **installed, "seed": o.seed,
                         "command": " ".join(["python", "lab/bench.py", *sys.argv[1:]])}
 
     def note(self, text: str):
@@ -248,7 +250,7 @@ class Report:
             print("  " + " | ".join(cells(row)), flush=True)
 
     def compare(self, section: str, subject: Subject, setting: str, sides: list, peer: str = "", **where):
-        """Warm all sides up (functions of `warm`: a short run will do), then they take turns; nothing once time is up."""
+        """Warm all sides up (functions of `warm`: a short run will do), then they take turns until time is up."""
         if time.time() > self.deadline:
             return self.note(f"{section}, {subject.name}, {setting}: left out, no time")
         try:
@@ -304,7 +306,7 @@ def markdown(head: list[str], rows) -> list[str]:
 
 
 def figure(rows: list[dict], path: Path):
-    """How a decode step's time grows with rows, context and (of several models) weights: ours solid, generate dashed."""
+    """How a decode step's time grows with rows, context and (of several models) weights; generate dashed."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
