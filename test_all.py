@@ -1946,7 +1946,7 @@ def test_tokens_what_is_thought_is_no_call():
                 assert parse_calls(text) == wanted, text
     A, B = tokens._hermes([a], str), tokens._hermes([b], str)
     assert parse_calls(f"{A}<think>And now?</think>{B}") == [a, b] and parse_calls(f"{A}<think>And now? {B}") == [a]
-    assert parse_calls('<tool_call>{"name": </think>' + B) == [b] and parse_calls("<think>{}</think>{")[0].message == tokens.NOT_JSON
+    assert parse_calls('<tool_call>{"name": </think>' + B) == [b] and parse_calls("<think>{}</think>{") == [tokens.NOT_JSON]
 
 
 def test_tokens_fenced_calls_are_read():

@@ -1,22 +1,22 @@
 """What the policy reads and writes: reward tokens, messages to ids, ids to calls.
 
-Implements the prompt side of RC-GRPO (paper, method 1 and 2): a trajectory's label, <|high_reward|> or <|low_reward|>,
-stands as `[Reward Goal: ...]` at the end of the FIRST user message. Everything before it is then the same for all
-rollouts of a task, so that a sampler can compute it once.
+Implements the prompt side of RC-GRPO (paper, method 1 and 2): a rollout's reward token, <|high_reward|> or
+<|low_reward|>, stands as `[Reward Goal: ...]` at the end of the FIRST user message. All before it is the same for every
+rollout of a task, so that a sampler can compute it once. Three rules, each with a test in test_all.py:
 
-Three rules, each with a test in test_all.py:
-  1. Ids are the truth. Rendering only appends: `prompt` gives the opening, `answer` what the environment says between two
-     assistant messages. What the model sampled is kept as the ids that it sampled and never encoded again.
-  2. Only the renderer writes control tokens. `<|im_end|>` in a user's text or a tool's result is spelled out as ordinary
-     text: a mark is put behind the first character of every such string before the chat template runs, and the rendered
-     text is cut at the control tokens and at the marks before it is encoded.
+  1. Ids are the truth. Rendering only appends: `prompt` gives the opening, `answer` what the environment says between
+     two assistant messages. What the model sampled is kept as the ids that it sampled and never encoded again.
+  2. Only the renderer writes control tokens. `<|im_end|>` in a user's text or a tool's result is spelled out as text: a
+     mark is put behind the first character of every such string before the chat template runs, and the rendered text is
+     cut at the control tokens and at the marks before it is encoded.
   3. Model output is data. `parse_calls` reads JSON and Python literals with parsers; nothing is ever evaluated.
 
-The model's own chat template writes tools and results where it can (Qwen2.5, Qwen3, Llama-3.1 styles); elsewhere, or when
-schemas="compact" asks for short prompts, the tools stand in a system message of ours, or in the first user turn of a
-template that has no system role (Gemma). A tokenizer or a template that we cannot write is refused at the start.
+The model's own chat template writes tools and results where it can (Qwen2.5, Qwen3, Llama-3.1 styles); elsewhere, or
+when schemas="compact" asks for short prompts, the tools stand in a system message of ours, or in the first user turn of
+a template without a system role (Gemma). A tokenizer or a template that we cannot write is refused at the start.
 """
 import ast
+import functools
 import json
 import re
 import warnings
@@ -27,18 +27,12 @@ from keyword import iskeyword
 from envs import Call, CallError
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
+# The one list of reward tokens. A third goes here; sft.py says which reward earns it, rcgrpo.draw_tokens draws it.
 REWARD_TOKENS = {"high": HIGH, "low": LOW}
+
 MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
 SLOT = "\ue001"                    # stands for the assistant's text while the template runs
-FIRST = [{"role": "user", "content": "a"}]        # what must come before the assistant's message
 PINNED_DATE = "26 Jul 2024"        # Llama-3 templates print today's date otherwise: prompts would change overnight
-THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-FENCED = re.compile(r"```\w*(.*?)(?:```|\Z)", re.DOTALL)
-LIKE_A_CALL = re.compile(r'\s*(?:\[\s*[\w.]+\(|(?:\[\s*)?\{\s*"(?:name|function|arguments|parameters|type"\s*:\s*"function)")')
-JSON_NAMES = {"true": True, "false": False, "null": None}
-MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
-MAX_MESSAGE = 50_000               # characters of a message: json counts the lines before each of its errors, which is quadratic
-
 FULL_BLOCK = """You can call functions. Their signatures, one JSON schema a line, stand within <tools></tools>:
 <tools>
 {tools}
@@ -49,138 +43,28 @@ To call a function, answer with a JSON object within <tool_call></tool_call>, on
 </tool_call>
 When nothing is left to call in this turn, answer in words."""
 COMPACT_BLOCK = "Functions:\n{tools}"
-NOT_JSON = "the call is not valid JSON, or has a key twice"
 HANDED_OVER = "\n\nFunctions now available:\n"
-FRAME = "system\nuser\nassistant\ntool\n" + COMPACT_BLOCK + HANDED_OVER      # all that the compact style puts around content
+FRAME = "system\nuser\nassistant\ntool\n" + COMPACT_BLOCK + HANDED_OVER        # all that stands around content then
+
+MAX_MESSAGE = 50_000               # characters: json counts the lines before each of its errors, which is quadratic
+MAX_CALL_TEXT = 20_000             # characters of Python-style calls that we are willing to parse
+THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+FENCED = re.compile(r"```\w*(.*?)(?:```|\Z)", re.DOTALL)
+KEY = r'"(name|function|arguments|parameters|type"\s*:\s*"function)"'
+LIKE_A_CALL = re.compile(r"\s*(\[\s*[\w.]+\(|(\[\s*)?\{\s*" + KEY + ")")
+JSON_NAMES = {"true": True, "false": False, "null": None}
+NOT_JSON = CallError("the call is not valid JSON, or has a key twice")
+NOT_A_LIST = CallError("expected calls such as [name(argument=1)]")
+TOO_LONG = CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")
 
 
 def goal_text(token: str) -> str:
-    """The text that conditions a rollout: '\\n\\n[Reward Goal: <|high_reward|>]', appended to the first user message."""
+    """What conditions a rollout: '\\n\\n[Reward Goal: <|high_reward|>]', appended to the first user message."""
     return f"\n\n[Reward Goal: {token}]"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# ids -> calls
-
-def _refuse_constant(name):
-    raise ValueError(f"{name} is not JSON")
-
-
-def _object(pairs):
-    """A decoded object or dict; ValueError where a key stands twice: which of the two values is meant?"""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice")
-    return found
-
-
-_json = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-
-
-def _as_call(value) -> Call | CallError:
-    """A decoded JSON value -> a call, or why it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return CallError("a call is a JSON object with a name and arguments")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return CallError(f"arguments of {value['name'][:80]} must be a JSON object")
-    return Call(value["name"], arguments)
-
-
-def _literal(node):
-    """The value of a syntax-tree node that is a plain literal or a bare word (text); ValueError for everything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
-        return node.value
-    if isinstance(node, ast.Name):
-        return JSON_NAMES.get(node.id, node.id)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant) \
-            and type(node.operand.value) in (int, float):
-        return -node.operand.value
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return _object([(_literal(key), _literal(value)) for key, value in zip(node.keys, node.values)])
-    raise ValueError("not a literal")
-
-
-def _python_call(node) -> Call | CallError:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        return CallError("expected calls such as [name(argument=1)]")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return CallError(f"name every argument of {node.func.id[:80]}, as in {node.func.id[:80]}(argument=1)")
-    try:
-        return Call(node.func.id, _object([(keyword.arg, _literal(keyword.value)) for keyword in node.keywords]))
-    except (ValueError, TypeError):
-        return CallError(f"arguments of {node.func.id[:80]} must be literals, each given once")
-
-
-def _json_sequence(text: str, position: int) -> list[Call | CallError]:
-    """JSON objects one after the other, with blanks, commas or semicolons between (Llama-3.1 style)."""
-    calls = []
-    while position < len(text):
-        try:
-            value, position = _json.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            return calls + [CallError(NOT_JSON)]
-        calls.append(_as_call(value))
-        while position < len(text) and text[position] in " \t\r\n;,":
-            position += 1
-    return calls
-
-
-def _blocks(text: str) -> list[Call | CallError]:
-    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style), but for thoughts."""
-    calls, position = [], 0
-    while mark := re.compile(r"<tool_call>\s*|</?think>").search(text, position):
-        position = mark.end()
-        if mark.group() == "</think>":                   # the template opened it: all of this was thought
-            calls = []
-        elif mark.group() == "<think>":
-            end = text.find("</think>", position)
-            position = end + len("</think>") if end >= 0 else len(text)
-        else:
-            try:                                         # JSON-aware: '</tool_call>' in a string does not end the block
-                value, position = _json.raw_decode(text, position)
-                calls.append(_as_call(value))
-            except (ValueError, RecursionError):
-                calls.append(CallError(NOT_JSON))
-                end = re.compile(r"</tool_call>|</think>").search(text, position)
-                position = end.start() if end else len(text)
-    return calls
-
-
-def _call_list(text: str) -> list[Call | CallError]:
-    """A list of JSON objects, or [name(a=1), ...] (BFCL style)."""
-    try:
-        value = _json.decode(text)
-        return [_as_call(item) for item in value] if value else []
-    except (ValueError, RecursionError):
-        pass
-    if len(text) > MAX_CALL_TEXT:
-        return [CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")]
-    try:
-        with warnings.catch_warnings():                  # such as '1a': invalid decimal literal
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text, mode="eval").body
-        return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else \
-            [CallError("expected calls such as [name(argument=1)]")]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return [CallError("the calls could not be read; write them as [name(argument=1)]")]
-
-
-def _bare(text: str) -> list[Call | CallError]:
-    """A text that is calls from its first character on: JSON objects or a list."""
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    return _json_sequence(text, 0) if text.startswith("{") else _call_list(text) if text.startswith("[") else []
-
-
-def _fenced(text: str) -> list[Call | CallError]:
-    """Calls within ``` fences, whatever language they name; other code there is words."""
-    parts = [found[1] for found in FENCED.finditer(text) if LIKE_A_CALL.match(found[1])]
-    if parts and len(text) > MAX_CALL_TEXT:
-        return [CallError(f"the calls are longer than {MAX_CALL_TEXT} characters")]
-    return [call for part in parts for call in _bare(part)]
-
+# what is read: the text of an assistant message -> calls
 
 def parse_calls(text: str) -> list[Call | CallError]:
     """Read the calls in one assistant message; [] means that it answered in words.
@@ -201,20 +85,141 @@ def parse_calls(text: str) -> list[Call | CallError]:
     return _blocks(text) or calls or _fenced(spoken)
 
 
+def _bare(text):
+    """A text that is calls from its first character on: JSON objects or a list."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    return _objects(text) if text.startswith("{") else _list(text) if text.startswith("[") else []
+
+
+def _fenced(text):
+    """Calls within ``` fences, whatever language they name; other code there is words."""
+    parts = [found[1] for found in FENCED.finditer(text) if LIKE_A_CALL.match(found[1])]
+    return [TOO_LONG] if parts and len(text) > MAX_CALL_TEXT else [call for part in parts for call in _bare(part)]
+
+
+def _blocks(text):
+    """<tool_call>{JSON}</tool_call> blocks, with anything between them (Qwen, Hermes style), but for thoughts."""
+    calls, position = [], 0
+    while mark := re.compile(r"<tool_call>\s*|</?think>").search(text, position):
+        position = mark.end()
+        if mark[0] == "</think>":                        # the template opened it: all of this was thought
+            calls = []
+        elif mark[0] == "<think>":
+            position = THOUGHT.match(text, mark.start()).end()
+        else:                                            # JSON-aware: '</tool_call>' in a string does not end the block
+            call, position = _json_call(text, position)
+            calls.append(call)
+            if call is NOT_JSON:
+                position = re.compile(r"</tool_call>|</think>|\Z").search(text, position).start()
+    return calls
+
+
+def _objects(text):
+    """JSON objects one after the other, with blanks, commas or semicolons between (Llama-3.1 style)."""
+    calls, position = [], 0
+    while position < len(text) and NOT_JSON not in calls[-1:]:
+        call, position = _json_call(text, position)
+        calls.append(call)
+        position = re.compile(r"[ \t\r\n;,]*").match(text, position).end()
+    return calls
+
+
+def _list(text):
+    """A list of JSON objects, or [name(a=1), ...] (BFCL style)."""
+    with suppress(ValueError, RecursionError):
+        return [_as_call(item) for item in _json.decode(text)]
+    if len(text) > MAX_CALL_TEXT:
+        return [TOO_LONG]
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")                  # such as '1if': invalid decimal literal
+        tree = ast.parse(text, mode="eval").body
+        return [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else [NOT_A_LIST]
+    return [CallError("the calls could not be read; write them as [name(argument=1)]")]
+
+
+def _object(pairs):
+    """A decoded object or dict; ValueError where a key stands twice: which of the two values is meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+_json = json.JSONDecoder(parse_constant=int, object_pairs_hook=_object)         # int refuses NaN and Infinity
+
+
+def _json_call(text, position):
+    """The JSON value that begins here -> (a call or why it is none, the position behind it)."""
+    with suppress(ValueError, RecursionError):
+        value, position = _json.raw_decode(text, position)
+        return _as_call(value), position
+    return NOT_JSON, position
+
+
+def _as_call(value):
+    """A decoded JSON value -> a call, or why it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return CallError("a call is a JSON object with a name and arguments")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return CallError(f"arguments of {value['name'][:80]} must be a JSON object")
+    return Call(value["name"], arguments)
+
+
+def _python_call(node):
+    """A syntax-tree node -> a call, or why it is none."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return NOT_A_LIST
+    name = node.func.id[:80]
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return CallError(f"name every argument of {name}, as in {name}(argument=1)")
+    try:
+        return Call(node.func.id, _object([(keyword.arg, _literal(keyword.value)) for keyword in node.keywords]))
+    except (ValueError, TypeError):
+        return CallError(f"arguments of {name} must be literals, each given once")
+
+
+def _literal(node):
+    """The value of a syntax-tree node that is a plain literal or a bare word (text); ValueError for everything else."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None):
+            return node.value
+        case ast.Name():
+            return JSON_NAMES.get(node.id, node.id)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) \
+                if not isinstance(number, bool):
+            return -number
+        case ast.List() | ast.Tuple():
+            return [_literal(item) for item in node.elts]
+        case ast.Dict():
+            return _object([(_literal(key), _literal(value)) for key, value in zip(node.keys, node.values)])
+    raise ValueError("not a literal")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# calls -> text
+# what is written: calls -> text
 
-def _hermes(calls, guard):
-    return "\n".join('<tool_call>\n{"name": "' + guard(call.name) + '", "arguments": '
-                     + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}\n</tool_call>" for call in calls)
-
-
-def _llama(calls, guard):
-    return "; ".join('{"name": "' + guard(call.name) + '", "parameters": '
-                     + guard(json.dumps(call.arguments, ensure_ascii=False)) + "}" for call in calls)
+def _json_text(call, key, guard):
+    return f'{{"name": "{guard(call.name)}", "{key}": {guard(json.dumps(call.arguments, ensure_ascii=False))}}}'
 
 
-def _python_value(value) -> str:
+def _hermes(calls, guard=str):
+    return "\n".join(f"<tool_call>\n{_json_text(call, 'arguments', guard)}\n</tool_call>" for call in calls)
+
+
+def _llama(calls, guard=str):
+    return "; ".join(_json_text(call, "parameters", guard) for call in calls)
+
+
+def python_calls(calls, guard=str) -> str:
+    """Calls as [name(argument= value), ...], the style of the compact block."""
+    # every value follows a blank, as it does in the user's sentence: copied words then have the same ids
+    given = [", ".join(f"{guard(key)}= {guard(_python_value(value))}" for key, value in call.arguments.items())
+             for call in calls]
+    return "[" + ", ".join(f"{guard(call.name)}({arguments})" for call, arguments in zip(calls, given)) + "]"
+
+
+def _python_value(value):
     """A literal as python_calls writes it; plain words stand without quotes, and parse_calls reads them as text."""
     if isinstance(value, list):
         return "[" + ",".join(" " + _python_value(item) for item in value) + "]"
@@ -222,24 +227,16 @@ def _python_value(value) -> str:
     return value if bare and value not in JSON_NAMES else json.dumps(value, ensure_ascii=False)
 
 
-def python_calls(calls, guard=str) -> str:
-    """Calls as [name(argument= value), ...], the style of the compact block."""
-    # every value follows a blank, as it does in the user's sentence: copied words then have the same ids
-    return "[" + ", ".join(guard(call.name) + "(" + ", ".join(f"{guard(key)}= {guard(_python_value(value))}"
-                                                       for key, value in call.arguments.items()) + ")" for call in calls) + "]"
-
-
 def signature(schema: dict) -> str:
     """A tool's JSON schema -> 'name(a, b, c?)'; '?' marks what may be left out."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
-    required = parameters.get("required", [])
-    return function["name"] + "(" + ", ".join(name if name in required else name + "?"
-                                              for name in parameters.get("properties", {})) + ")"
+    names = [name + "?" * (name not in parameters.get("required", [])) for name in parameters.get("properties", {})]
+    return f"{function['name']}({', '.join(names)})"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# messages -> ids
+# what is written: messages -> ids
 
 class Renderer:
     """Messages to ids for one tokenizer, append only.
@@ -258,18 +255,19 @@ class Renderer:
         self.tokenizer = tokenizer
         added = [token for token in tokenizer.added_tokens_decoder.values()      # runs of blanks (Gemma) are text
                  if token.special or len(token.content.strip()) > 1]
-        added.sort(key=lambda token: len(token.content), reverse=True)
+        added.sort(key=lambda token: -len(token.content))
         self._control = {token.content: tokenizer.convert_tokens_to_ids(token.content) for token in added}
         self._any_control = re.compile("|".join(map(re.escape, self._control)) or r"(?!)")
         cuts = [r"(?:(?<!\s)\s+)?" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip for token in added]
         self._cuts = re.compile("(" + "|".join(cuts + [MARK]) + ")")
 
-        opening = self._template(FIRST, generate=True)
-        before, _, after = self._template(FIRST + [{"role": "assistant", "content": SLOT}]).partition(SLOT)
-        first = self._any_control.match(after)
-        if first is None:
+        self._asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SLOT}]
+        opening = self._template(self._asked[:1], generate=True)
+        before, _, after = self._template(self._asked).partition(SLOT)
+        end = self._any_control.match(after)
+        if end is None:
             raise ValueError("the chat template does not end an assistant message with a control token")
-        self.terminator = first.group()
+        self.terminator = end[0]
         self.stop_ids = {self._control[self.terminator], tokenizer.eos_token_id} - {None}
         self._lead = before.removeprefix(opening) if before.startswith(opening) else ""      # such as Mistral's blank
         self._check_tokenizer()
@@ -288,7 +286,83 @@ class Renderer:
                 reason = error
         raise reason
 
-    def _template(self, messages, tools=None, generate=False) -> str:
+    def prompt(self, messages: list[dict], tools: list[dict], token: str | None = None) -> list[int]:
+        """The opening of an episode, up to where the first assistant message begins.
+
+        messages: system messages if any, then the first user turn; tools: JSON schemas; token: HIGH, LOW or None.
+        """
+        return self.encode(self._template(*self._opening(messages, tools, token), generate=True))
+
+    def answer(self, messages: list[dict]) -> list[int]:
+        """What stands between the end of an assistant message and the start of the next: results, a user turn, both."""
+        text = self._template(self._asked + self._turns(messages), generate=True)
+        return self.encode(self.terminator + text.partition(SLOT + self.terminator)[2])[1:]
+
+    def assistant(self, message: dict) -> list[int]:
+        """An assistant message of a demonstration, in OpenAI's format: its words, its calls, then the terminator.
+
+        Raises ValueError for arguments that are no JSON object, and for words beside calls that would hide them.
+        """
+        words, calls = message.get("content") or "", []
+        for call in message.get("tool_calls") or []:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            with suppress(ValueError, RecursionError):
+                arguments = _json.decode(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(arguments, dict):
+                raise ValueError(f"a demonstration's call of {name[:80]} has arguments that are no JSON object")
+            calls.append(Call(name, arguments))
+        text = "\n".join(filter(None, [self.guard(words), calls and self.calls_text(calls)]))
+        if words and calls and parse_calls(text.replace(MARK, "")) != calls:
+            raise ValueError(f"a demonstration has words beside its call of {calls[0].name[:80]}"
+                             " that hide it in this style")
+        return self.encode(self._lead + text + self.terminator)
+
+    def conversation(self, messages, tools, token=None) -> tuple[list[int], list[bool]]:
+        """A whole conversation -> (ids, mask), both (T,); mask is True on assistant text and its terminator only.
+
+        Ends after the last assistant message. Equals what the incremental calls give, id for id.
+        """
+        spoken = [message["role"] == "assistant" for message in messages]
+        first, end = spoken.index(True), len(spoken) - spoken[::-1].index(True)
+        ids = self.prompt(messages[:first], tools, token)
+        mask = [False] * len(ids)
+        for ours, group in groupby(messages[first:end], lambda message: message["role"] == "assistant"):
+            piece = sum(map(self.assistant, group), []) if ours else self.answer(list(group))
+            ids += piece
+            mask += [ours] * len(piece)
+        return ids, mask
+
+    def calls_text(self, calls: list[Call]) -> str:
+        """Calls in the style that this model reads and writes (the inverse of parse_calls)."""
+        return self._write(calls, self.guard)
+
+    def text(self, ids: list[int]) -> str:
+        """The text of a sampled message, control tokens kept, its stop token removed."""
+        ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def guard(self, data):
+        """Text from outside, or plain data that holds some, with every control-token string in it marked as text."""
+        if isinstance(data, dict):
+            return {self.guard(key): self.guard(value) for key, value in data.items()}
+        if isinstance(data, list):
+            return [self.guard(item) for item in data]
+        if not isinstance(data, str):
+            return data
+        text = data.replace(MARK, "").replace(SLOT, "")
+        return self._any_control.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
+
+    def encode(self, text: str) -> list[int]:
+        """Rendered text -> ids: control tokens by name, all else as text, marks removed, half characters as '?'."""
+        ids = []
+        for piece in self._cuts.split(text.encode("utf-8", "replace").decode()):
+            if piece in self._control:
+                ids.append(self._control[piece])
+            elif piece and piece != MARK:
+                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _template(self, messages, tools=None, generate=False):
         """The rendered text. Raises ValueError where the template refuses these messages."""
         try:
             text = self.tokenizer.apply_chat_template(
@@ -299,23 +373,58 @@ class Renderer:
             raise ValueError(f"the chat template cannot be used: {reason}")
         return text.rstrip() + "\n\n</think>\n\n" if generate and text.rstrip().endswith("<think>") else text
 
+    def _show(self, tools):
+        one = signature if self.schemas == "compact" else functools.partial(json.dumps, ensure_ascii=False)
+        return self.guard("\n".join(map(one, tools)))
+
+    def _turns(self, messages):
+        """Messages as the template shall see them: guarded, newly available tools spelled out. Without a tool role,
+        results stand in a user turn, and user turns that follow each other are one."""
+        turns = []
+        for message in messages:
+            content = self.guard(message.get("content") or "")
+            if message.get("tools"):
+                content += HANDED_OVER + self._show(message["tools"])
+            if message["role"] == "tool" and not self.tool_role:
+                message, content = {"role": "user"}, f"<tool_response>\n{content}\n</tool_response>"
+            if turns and not self.tool_role and turns[-1]["role"] == message["role"] == "user":
+                turns[-1]["content"] += "\n" + content
+            else:
+                kept = {key: message[key] for key in ("role", "name", "tool_calls") if key in message}
+                turns.append({**self.guard(kept), "content": content})
+        return turns
+
+    def _opening(self, messages, tools, token=None):
+        """The opening as the template shall see it -> (messages, tools): our block is in the system message or, without
+        such a role, in the first user turn."""
+        system = [self.guard(message["content"]) for message in messages if message["role"] == "system"]
+        turns = self._turns([message for message in messages if message["role"] != "system"])
+        first = next(turn for turn in turns if turn["role"] == "user")
+        if token is not None:                            # after guarding: this control token is ours
+            first["content"] += goal_text(token)
+        if self.own_block and tools:
+            block = COMPACT_BLOCK if self.schemas == "compact" else FULL_BLOCK
+            system.append(block.format(tools=self._show(tools)))
+        if system and not self.system_role:
+            first["content"] = "\n\n".join(system + [first["content"]])
+        elif system:
+            turns.insert(0, {"role": "system", "content": "\n\n".join(system)})
+        return turns, None if self.own_block else self.guard(tools)
+
     def _check_tokenizer(self):
         """ValueError for a tokenizer that changes text, or whose ids for a whole text are not those of its pieces."""
         hard = " It's  A b\n\n {} ,ü日本🙂 ?\tn't !\n"
-        texts = hard.format(self.terminator), hard.strip(), "a\n", "  a", "\na "
-        written = {text: self.guard(text) for text in texts} | {self.terminator + "a b": self.terminator + "a b"}
-        talk = [{"role": role, "content": hard} for role in ("user", "assistant", "user")]
-        whole = self._template(talk, generate=True)
-        if any(self.text(self.encode(guarded)) != text for text, guarded in written.items()) or \
-                self.encode(whole) != self.tokenizer(whole, add_special_tokens=False)["input_ids"]:
-            raise ValueError("the tokenizer does not give texts back as they were, or reads them otherwise beside control "
-                             "tokens; choose a model with a byte-level BPE tokenizer, as in Qwen, Llama-3, SmolLM2")
+        texts = [self.guard(text) for text in (hard.format(self.terminator), hard.strip(), "a\n", "  a", "\na ")]
+        texts.append(self.terminator + "a b")
+        talk = self._template([{"role": role, "content": hard} for role in ("user", "assistant", "user")], None, True)
+        if any(self.text(self.encode(text)) != text.replace(MARK, "") for text in texts) or \
+                self.encode(talk) != self.tokenizer(talk, add_special_tokens=False)["input_ids"]:
+            raise ValueError("the tokenizer does not give texts back as they were, or reads them otherwise beside "
+                             "control tokens; choose a model with a byte-level BPE tokenizer, as in Qwen, Llama-3, SmolLM2")
 
     def _check_template(self):
-        """ValueError unless a conversation turn by turn is what the template makes of the whole, with nothing lost.
-
-        But for empty think blocks, which templates write into the last assistant message only.
-        """
+        """ValueError unless a conversation turn by turn is what the template makes of the whole, with nothing lost; but
+        for empty think blocks, which templates write into the last assistant message only."""
         tool = {"type": "function", "function": {"name": "ProbeTool", "description": "d", "parameters": {
             "type": "object", "properties": {"a": {"type": "integer", "description": "d"}}, "required": ["a"]}}}
         call = Call("ProbeCall", {"a": 1, "b": "x"})
@@ -333,121 +442,5 @@ class Renderer:
             words = ["ProbeCall"] + [message["content"] for message in system + messages]
             lost = any(word not in ours for word in words) or ours.count("ProbeTool") <= len(tools)
             if lost or not theirs.startswith(ours):
-                raise ValueError("the chat template cannot be used: it writes a conversation otherwise than turn by turn")
-
-    def guard(self, text: str) -> str:
-        """Text from outside, with every control-token string in it marked as text."""
-        text = text.replace(MARK, "").replace(SLOT, "")
-        return self._any_control.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
-
-    def _guard_all(self, data):
-        """Plain data with every string guarded: schemas that the template itself turns into text."""
-        if isinstance(data, dict):
-            return {self.guard(key): self._guard_all(value) for key, value in data.items()}
-        return [self._guard_all(item) for item in data] if isinstance(data, list) else \
-            self.guard(data) if isinstance(data, str) else data
-
-    def encode(self, text: str) -> list[int]:
-        """Rendered text -> ids: control tokens by name, all else as plain text, marks removed, half characters as '?'."""
-        ids = []
-        for piece in self._cuts.split(text.encode("utf-8", "replace").decode()):
-            if piece in self._control:
-                ids.append(self._control[piece])
-            elif piece and piece != MARK:
-                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def _show(self, tools) -> str:
-        return "\n".join(signature(tool) if self.schemas == "compact" else json.dumps(tool, ensure_ascii=False)
-                         for tool in tools)
-
-    def _turns(self, messages: list[dict]) -> list[dict]:
-        """Messages as the template shall see them: guarded, with newly available tools spelled out.
-
-        Without a tool role, results stand in a user turn, and user turns that follow each other are one.
-        """
-        turns = []
-        for message in messages:
-            content = self.guard(message.get("content") or "")
-            if message.get("tools"):
-                content += HANDED_OVER + self.guard(self._show(message["tools"]))
-            if message["role"] == "tool" and not self.tool_role:
-                message, content = {"role": "user"}, f"<tool_response>\n{content}\n</tool_response>"
-            if turns and not self.tool_role and turns[-1]["role"] == message["role"] == "user":
-                turns[-1]["content"] += "\n" + content
-            else:
-                kept = {key: message[key] for key in ("role", "name", "tool_calls") if key in message}
-                turns.append({**self._guard_all(kept), "content": content})
-        return turns
-
-    def _opening(self, messages, tools, goal=None):
-        """The opening as the template shall see it -> (messages, tools): our block is in the system message or, without
-        such a role, in the first user turn."""
-        system = [self.guard(message["content"]) for message in messages if message["role"] == "system"]
-        turns = self._turns([message for message in messages if message["role"] != "system"])
-        first = next(turn for turn in turns if turn["role"] == "user")
-        if goal is not None:                             # after guarding: this control token is ours
-            first["content"] += goal_text(goal)
-        if self.own_block and tools:
-            block = COMPACT_BLOCK if self.schemas == "compact" else FULL_BLOCK
-            system.append(block.format(tools=self.guard(self._show(tools))))
-        if system and not self.system_role:
-            first["content"] = "\n\n".join(system + [first["content"]])
-        elif system:
-            turns.insert(0, {"role": "system", "content": "\n\n".join(system)})
-        return turns, None if self.own_block else self._guard_all(tools)
-
-    def prompt(self, messages: list[dict], tools: list[dict], goal: str | None = None) -> list[int]:
-        """The opening of an episode, up to where the first assistant message begins.
-
-        messages: system messages if any, then the first user turn; tools: JSON schemas; goal: HIGH, LOW or None.
-        """
-        return self.encode(self._template(*self._opening(messages, tools, goal), generate=True))
-
-    def answer(self, messages: list[dict]) -> list[int]:
-        """What stands between the end of an assistant message and the start of the next: results, a user turn, both."""
-        text = self._template(FIRST + [{"role": "assistant", "content": SLOT}] + self._turns(messages), generate=True)
-        return self.encode(self.terminator + text.partition(SLOT + self.terminator)[2])[1:]
-
-    def calls_text(self, calls: list[Call]) -> str:
-        """Calls in the style that this model reads and writes (the inverse of parse_calls)."""
-        return self._write(calls, self.guard)
-
-    def assistant(self, message: dict) -> list[int]:
-        """An assistant message of a demonstration, in OpenAI's format: its words, its calls, then the terminator.
-
-        Raises ValueError for arguments that are no JSON object, and for words beside calls that would hide them.
-        """
-        words, calls = message.get("content") or "", []
-        for call in message.get("tool_calls") or []:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            with suppress(ValueError, RecursionError):
-                arguments = _json.decode(arguments) if isinstance(arguments, str) else arguments
-            if not isinstance(arguments, dict):
-                raise ValueError(f"a demonstration's call of {name[:80]} has arguments that are no JSON object")
-            calls.append(Call(name, arguments))
-        text = "\n".join(filter(None, [self.guard(words), calls and self.calls_text(calls)]))
-        if words and calls and parse_calls(text.replace(MARK, "")) != calls:
-            raise ValueError(f"a demonstration has words beside its call of {calls[0].name[:80]} that hide it in this style")
-        return self.encode(self._lead + text + self.terminator)
-
-    def conversation(self, messages, tools, goal=None) -> tuple[list[int], list[bool]]:
-        """A whole conversation -> (ids, mask), both (T,); mask is True on assistant text and its terminator only.
-
-        Ends after the last assistant message. Equals what the incremental calls give, id for id.
-        """
-        spoken = [message["role"] == "assistant" for message in messages]
-        first, end = spoken.index(True), len(spoken) - spoken[::-1].index(True)
-        ids = self.prompt(messages[:first], tools, goal)
-        mask = [False] * len(ids)
-        for ours, group in groupby(messages[first:end], lambda message: message["role"] == "assistant"):
-            piece = sum(map(self.assistant, group), []) if ours else self.answer(list(group))
-            ids += piece
-            mask += [ours] * len(piece)
-        return ids, mask
-
-    def text(self, ids: list[int]) -> str:
-        """The text of a sampled message, control tokens kept, its stop token removed."""
-        if ids and ids[-1] in self.stop_ids:
-            ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                raise ValueError("the chat template cannot be used: it writes a conversation "
+                                 "otherwise than turn by turn")
