@@ -88,8 +88,8 @@ class Programs:
         if "--init" not in given:
             (out / "episodes.jsonl").write_text("".join(map(run.to_line, rows)))
             return 0
-        for name in ("before.json", "after.json"):
-            (out / name).write_text(json.dumps(rows))
+        (out / "before.json").write_text(json.dumps([{**row, "success": 1 - row["success"]} for row in rows]))
+        (out / "after.json").write_text(json.dumps(rows))
         keys = [key for key in study.STEPS if rc or key not in ("separation", "reward_low")]
         steps = [{"step": i + 1, **{key: rng.random() for key in keys}} for i in range(12)]
         (out / "metrics.jsonl").write_text("".join(map(run.to_line, steps)))
@@ -142,6 +142,7 @@ def test_presets_can_be_run(here, name):
         planned = study_of("--preset", name, "--plan")
         planned.rates = RESULTS[name]["rates"]
         assert planned.flags_of(title) == arm["flags"], "more seeds would be another arm's"
+        assert study.own_token(planned.preset.arms[title]) == arm["own"]
 
 
 def test_plans(here, monkeypatch, capsys):
