@@ -19,8 +19,8 @@ What differs from the leaderboard and from the paper, and why:
   messages with calls fails the task; here --max_messages bounds the dialogue, and a message has at most 64 calls.
 - The function documents are shown without "Note that the provided function is in Python 3 syntax.", which the
   leaderboard adds to each description, and without what the function returns.
-- Episodes share no state: in the official classes long_context credit cards, mutable default arguments and the precision
-  of decimal and mpmath are process-global. Two error texts there list a set in hash order; here they are sorted.
+- Episodes share no state: in the official classes long_context credit cards, mutable default arguments and the
+  precision of decimal and mpmath are process-global. Two error texts there list a set in hash order; here they are sorted.
 - The split is by scenario unless asked otherwise, see load_tasks. Reward: the paper's, see reward.py.
 """
 import ast
@@ -56,10 +56,10 @@ MAX_FILES = 2_000       # entries of a simulated file system, each counted as of
 MAX_PATHS = 10 ** 6     # characters in all their paths, which `find` lists
 MAX_FOLDERS = 64        # its depth
 MAX_RESULT = 100_000    # characters of one result; golden ones have up to 32 thousand
-LIMITS = {("power", "exponent"): 300, ("logarithm", "precision"): 100,      # numbers; beyond these absolute values they hang
+LIMITS = {("power", "exponent"): 300, ("logarithm", "precision"): 100,      # numbers; beyond these they hang
           ("square_root", "precision"): 100, ("round_number", "decimal_places"): 100,
-          ("logarithm", "value"): MAX_NUMBER, ("logarithm", "base"): MAX_NUMBER}    # mpmath reads texts, such as "1e9999999"
-SETS = {"book_flight": ("Invalid travel class. Must be one of {", "}"),     # errors that list a set: before it, after it
+          ("logarithm", "value"): MAX_NUMBER, ("logarithm", "base"): MAX_NUMBER}    # mpmath reads texts: "1e9999999"
+SETS = {"book_flight": ("Invalid travel class. Must be one of {", "}"),     # errors that list a set: what is around it
         "edit_ticket": ("Invalid fields for update: ", "")}
 
 

@@ -2,7 +2,7 @@
 without them. Numbers such as trl#5224 name the public report of the fault that a test guards against
 (tf: huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and rcgrpo.py,
+Order: envs.py, simulator.py, reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py, rcgrpo.py,
 evaluate.py and sft.py, bench.py, the command line, ablate.py, theory.py, a real model on the real benchmark.
 """
 import collections
@@ -34,6 +34,7 @@ import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.request
@@ -85,8 +86,32 @@ needs_bfcl = pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None,
 
 
 # =====================================================================================================================
-# envs.py, reward.py
+# envs.py, simulator.py, reward.py
 # =====================================================================================================================
+
+def ask(name, **arguments):
+    return Call(name, arguments)
+
+
+def told(episode, *calls):
+    """The results of one message's calls, read as strict JSON."""
+    return [json.loads(result, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+            for result in episode.step(list(calls))]
+
+
+def nested(depth=5000):
+    return functools.reduce(lambda inner, _: [inner], range(depth), [])
+
+
+def circle():
+    found = {}
+    found["city"] = found
+    return found
+
+
+def flat(turns):
+    return [call for calls in turns for call in calls]
+
 
 def sim_tasks(n=200, seed=11, **changes):
     return simulator.make_tasks(n, seed, **changes)
@@ -103,28 +128,21 @@ def sim_open(task):
 
 def sim_arguments(rng, name, world=None):
     """Arguments of the right types for a tool: entries that exist in `world` where it is given, else anything."""
-    arguments = {}
-    for parameter in TABLE[name].parameters:
-        choices = simulator.SLOTS[parameter].choices(world) if world else None
-        anything = {int: rng.randint(1, 60), float: rng.randint(1, 60) / 2, bool: rng.random() < 0.5, str: "nothing",
-                    list[str]: ["ann"]}[TABLE[name].parameters[parameter].annotation]
-        arguments[parameter] = rng.choice(choices) if choices else anything
-    return arguments
+    anything = {int: rng.randint(1, 60), float: rng.randint(1, 60) / 2, bool: rng.random() < 0.5, str: "nothing",
+                list[str]: ["ann"]}
+    return {key: rng.choice(world and simulator.SLOTS[key].choices(world) or [anything[parameter.annotation]])
+            for key, parameter in TABLE[name].parameters.items()}
 
 
-def sim_wanted(task):
-    """(turn, position, call) of every golden call."""
-    return [(t, i, call) for t, calls in enumerate(task.golden) for i, call in enumerate(calls)]
-
-
-# ---- rewards of golden, damaged and padded replays ----
+# ---- rewards ----
 
 def test_sim_golden_replay_is_rewarded():
     for part in simulator.PARTS:
         for task in sim_tasks(200, part=part, turns=(1, 3), calls=(1, 3), tools=10):
             episode = reward.replay(task)
             assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
-            assert len(episode.calls) == sum(map(len, task.golden)) > 0
+            assert reward.trajectory_reward(episode, truncated=True).total == 0
+            assert episode.calls == [episode.bind(call) for call in flat(task.golden)] != []
             assert not any("error" in message["content"] for message in episode.messages if message["role"] == "tool")
 
 
@@ -132,36 +150,19 @@ def test_sim_damaged_replays_are_not_rewarded():
     """A golden write dropped, altered or repeated leaves a wrong state; a missing lookup only lacks coverage."""
     rng = random.Random(0)
     for task in sim_tasks(200, turns=(1, 3), calls=(1, 2)):
-        for t, i, call in sim_wanted(task):
-            writes = TABLE[call.name].writes
-            dropped, altered, repeated = (copy.deepcopy(task.golden) for _ in range(3))
-            del dropped[t][i]
-            assert sim_play(task, dropped) == (0 if writes else 1, 0, 0)
-            repeated[t].insert(i, call)
-            assert sim_play(task, repeated) == ((0, 1, 0) if writes else (1, 1, 1)), (task.id, call)
-            key = rng.choice(list(call.arguments))
+        for t, i, call in [(t, i, call) for t, calls in enumerate(task.golden) for i, call in enumerate(calls)]:
+            writes, key = TABLE[call.name].writes, rng.choice(list(call.arguments))
             old = call.arguments[key]
             new = (not old if isinstance(old, bool) else old + 1 if isinstance(old, (int, float))
                    else old[::-1] if isinstance(old, list) else old + "s")
-            altered[t][i] = Call(call.name, {**call.arguments, key: new})
-            assert sim_play(task, altered).total == 0
+            other = Call(call.name, {**call.arguments, key: new})
+            dropped, repeated, altered = (
+                sim_play(task, [calls[:i] + instead + calls[i + 1:] if now == t else calls
+                                for now, calls in enumerate(task.golden)]) for instead in ([], [call, call], [other]))
+            assert dropped == (0 if writes else 1, 0, 0) and altered.total == 0
+            assert repeated == ((0, 1, 0) if writes else (1, 1, 1)), (task.id, call)
         assert sim_play(task, [[]] * len(task.turns)).action == 0
-
-
-def test_sim_further_reads_cost_nothing():
-    rng, reads = random.Random(1), [name for name in TABLE if not TABLE[name].writes]
-    for task in sim_tasks(80):
-        episode = sim_open(task)
-        episode.task = task
-        for calls in task.golden:
-            for call in calls + [None]:
-                before = episode.state()
-                for name in rng.sample(reads, 4):
-                    episode.step([Call(name, sim_arguments(rng, name, episode.objects)), Call(name, {"x": 1})])
-                assert episode.state() == before
-                episode.step([call] if call else [])
-            episode.next_turn()
-        assert reward.trajectory_reward(episode) == (1, 1, 1)
+        assert sim_play(task, task.golden[:-1]).total == 0, "unfinished"
 
 
 def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
@@ -171,160 +172,86 @@ def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
     for task in sim_tasks(60, categories=("base",)):
         episode = sim_open(task)
         for name in list(TABLE) * 2:
-            arguments = sim_arguments(rng, name, episode.objects if rng.random() < 0.7 else None)
+            arguments, owner = sim_arguments(rng, name, rng.random() < 0.7 and episode.objects), TABLE[name].owner
             accepted = []
             for _ in range(2):
-                before = episode.state()
-                result, = map(json.loads, episode.step([Call(name, arguments)]))
-                after = episode.state()
-                changed = {api for api in after if after[api] != before[api]}
+                before, (result,), after = episode.state(), told(episode, Call(name, arguments)), episode.state()
                 accepted.append("error" not in result)
-                if accepted[-1] and TABLE[name].writes:
-                    assert changed == {TABLE[name].owner}
-                    assert after[TABLE[name].owner]["revision"] == before[TABLE[name].owner]["revision"] + 1
-                else:
-                    assert not changed, name
+                wrote = accepted[-1] and TABLE[name].writes
+                assert {api for api in after if after[api] != before[api]} == ({owner} if wrote else set()), name
+                assert after[owner]["revision"] == before[owner]["revision"] + wrote
             assert accepted[0] == accepted[1], name
             seen[name, accepted[0]] += 1
-    assert all(seen[name, True] for name in TABLE)
-    assert sum(1 for name in TABLE if seen[name, False]) >= 20
+    assert all(seen[name, True] for name in TABLE) and sum(seen[name, False] > 0 for name in TABLE) >= 20
 
 
-def test_sim_wanted_multiplicity_counts():
-    send = Call("send_message", {"person": "ann", "text": "hello"})
-    task = sim_tasks(1, categories=("base",))[0]
-    task = dataclasses.replace(task, golden=[[send, send]], turns=["twice"], offered=["send_message", "get_fuel"])
-    assert sim_play(task, [[send, send]]) == (1, 1, 1)
-    assert sim_play(task, [[send]]) == (0, 0, 0)
-    assert sim_play(task, [[send, send, Call("get_fuel", {})]]) == (1, 1, 1)
-    assert sim_play(task, [[send, send, send]]) == (0, 1, 0)
-    # one call cannot stand for two; the order does not matter
-    other = Call("send_message", {"person": "bob", "text": "hello"})
-    task = dataclasses.replace(task, golden=[[send], [other]], turns=["one", "two"])
-    assert sim_play(task, [[other, send]]).action == 1
-    assert sim_play(task, [[send, send]]).action == 0
-    # a golden call that does not bind can never be covered
-    assert sim_play(dataclasses.replace(task, golden=[[Call("fly", {})], []]), [[send]]).action == 0
-    # a call whose execution is refused was still asked for
-    missing = Call("close_ticket", {"ticket": 999})
-    task = dataclasses.replace(task, golden=[[missing], []], offered=["close_ticket"])
-    assert sim_play(task, [[missing], []]) == (1, 1, 1)
+ANN, BOB = (ask("send_message", person=person, text="hello") for person in ("ann", "bob"))
+ALARM, GONE = ask("set_alarm", hour=5, on=True), ask("close_ticket", ticket=999)
+
+
+@pytest.mark.parametrize("golden, played, wanted", [
+    ([ANN, ANN], [ANN, ANN], (1, 1, 1)), ([ANN, ANN], [ANN], (0, 0, 0)), ([ANN, ANN], [ANN] * 3, (0, 1, 0)),
+    ([ANN, ANN], [ANN, ANN, ask("get_fuel")], (1, 1, 1)),
+    ([ANN, BOB], [BOB, ANN], (0, 1, 0)), ([ANN, BOB], [ANN, ANN], (0, 0, 0)),      # order is the state's business
+    ([ask("fly")], [], (1, 0, 0)), ([GONE], [GONE], (1, 1, 1)),     # one that cannot bind; one that is refused
+    ([ALARM], [ask("set_alarm", hour=5)], (1, 1, 1)), ([ALARM], [ask("set_alarm", hour=5.0, on=True)], (1, 1, 1)),
+    ([ALARM], [ask("set_alarm", hour=5, on=1)], (0, 0, 0)), ([ALARM], [ask("set_alarm", hour=math.nan)], (0, 0, 0))])
+def test_reward_counts_calls_in_canonical_form(golden, played, wanted):
+    """As often as they are wanted, with defaults, 5.0 as 5 but 1 not as true."""
+    task = dataclasses.replace(sim_tasks(1)[0], golden=[golden], turns=["go"], offered=list(TABLE), withheld={})
+    assert sim_play(task, [played]) == wanted
 
 
 def test_reward_equality():
-    nan, deep = math.nan, []
-    for _ in range(50):
-        deep = [deep]
-    for a, b in ((1, 1.0), (nan, math.nan), (deep, copy.deepcopy(deep)), ({"a": [1, "x"]}, {"a": [1.0, "x"]}),
+    for a, b in ((1, 1.0), (math.nan, float("nan")), (nested(50), nested(50)), ({"a": [1, "x"]}, {"a": [1.0, "x"]}),
                  (None, None), (True, True), ((1, 2), [1, 2])):
         assert reward.same(a, b) and reward.same(b, a)
     for a, b in ((True, 1), (False, 0), ("1", 1), ([1], [True]), ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}),
-                 (nan, 1), ([1], [1, 1]), (None, False), ("", None), ([], {})):
+                 (math.nan, 1), ([1], [1, 1]), (None, False), ("", None), ([], {})):
         assert not reward.same(a, b) and not reward.same(b, a), (a, b)
-    alarm = Call("set_alarm", {"hour": 5, "on": True})
-    task = dataclasses.replace(sim_tasks(1)[0], golden=[[alarm]], turns=["go"], offered=["set_alarm"], withheld={})
-    assert sim_play(task, [[Call("set_alarm", {"hour": 5})]]) == (1, 1, 1)
-    assert sim_play(task, [[Call("set_alarm", {"hour": 5.0, "on": True})]]) == (1, 1, 1)
-    assert sim_play(task, [[Call("set_alarm", {"hour": 5, "on": 1})]]) == (0, 0, 0)
-    assert sim_play(task, [[Call("set_alarm", {"hour": math.nan})]]) == (0, 0, 0)
 
 
-def test_reward_of_an_unfinished_episode():
-    task = next(task for task in sim_tasks() if task.category == "miss_func")
-    episode = task.episode()
-    assert reward.trajectory_reward(episode).total == 0
-    assert reward.trajectory_reward(reward.replay(task, task.golden[:1])).total == 0
+# ---- the protocol ----
 
+def test_envs_the_example_of_a_new_environment_runs():
+    space = dict(vars(envs))
+    exec(textwrap.dedent(envs.__doc__.split("plain Python:\n")[1].split("\nReward,")[0]), space)
+    episode = reward.replay(space["task"])
+    assert reward.trajectory_reward(episode) == (1, 1, 1)
+    assert episode.state() == {"Counter": {"count": 5, "revision": 1}} and told(episode.task.episode(), ask("add"))[0]
+    assert episode.tools[0]["function"] == {"name": "add", "description": "Add to the counter.", "parameters": {
+        "type": "object", "properties": {"amount": {"type": "integer", "description": "How much."}},
+        "required": ["amount"]}}
+    heavy = "import sys, envs; print({'torch', 'transformers', 'run', 'simulator'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", heavy], cwd=Path(__file__).parent) == b"set()\n"
+    assert envs.make_tasks is simulator.make_tasks and not hasattr(envs, "TABLE")
 
-# ---- the episode ----
 
 def test_sim_bind():
-    episode = sim_tasks(1)[0].episode()
-    bind = lambda name, **arguments: episode.bind(Call(name, arguments))     # noqa: E731
-    assert bind("open_ticket", topic="lamp") == ("open_ticket", {"topic": "lamp", "level": "low"})
-    flight = bind("book_flight", goal="rome", start="oslo").arguments
+    """Defaults filled in, in the signature's order; a copy; nothing unknown or missing; a true is no number."""
+    bind, guests = sim_tasks(1)[0].episode().bind, ["ann"]
+    assert bind(ask("open_ticket", topic="lamp")) == ask("open_ticket", topic="lamp", level="low")
+    flight = bind(ask("book_flight", goal="rome", start="oslo")).arguments
     assert list(flight.items()) == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
-    for value in (3, 3.0):
-        assert type(bind("add_funds", amount=value).arguments["amount"]) is int
-        assert type(bind("set_heat", degrees=value).arguments["degrees"]) is int
-    assert bind("set_heat", degrees=2.5).arguments["degrees"] == 2.5
-    for value in (True, "3", 2.5, math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, None, [], {}):
-        assert bind("add_funds", amount=value) is None
-    for value in (1, 0, "true", None):
-        assert bind("set_alarm", hour=1, on=value) is None
-    for value in ("ann", [1], ["ann", None], [["ann"]], ["ann"] * 21, ["a" * 501], {"ann": 1}, ("ann",)):
-        assert bind("invite_guests", event=1, guests=value) is None
-    assert bind("drive_to", city="a" * 500) and bind("drive_to", city="a" * 501) is None
-    for arguments in ({}, {"city": "rome", "speed": 1}, {"town": "rome"}):
-        assert bind("drive_to", **arguments) is None
-    guests = ["ann"]
-    bound = bind("invite_guests", event=1, guests=guests)
+    bound = bind(ask("invite_guests", event=1, guests=guests))
     guests.append("bob")
     assert bound.arguments["guests"] == ["ann"]
-
-
-def sim_hostile(rng):
-    """One thing that step could be given in place of a good call."""
-    deep = []
-    for _ in range(5000):
-        deep = [deep]
-    names = list(TABLE) + ["__class__", "__init__", "draw", "revision", "get", "", "x" * 10**5, "os.system", None, 7,
-                           [], {}, math.nan, ("drive_to",), "drive_to ", "Files.move_file", "\ud800", "\0"]
-    values = [math.nan, math.inf, -1, 10**30, 10**5000, "a" * 10**5, "\ud800", "__class__", None, True, [], {}, deep,
-              [math.nan], {"a": deep}, {1: 2}, "'; drop", b"x", object(), {1}, lambda: 1, 1j, 2.5]
-    arguments = [deep, "x", [1], None, 7, math.nan, {1: 2}, {None: 1}, {(1, 2): 3}, {"__class__": 1}, {"self": 1}, {}]
-    circle = {}
-    circle["city"] = circle
-    name = rng.choice(names)
-    return rng.choice([
-        Call(name, rng.choice(arguments)), Call(name, circle), CallError("unreadable " * 200), CallError(10**5000),
-        None, 7, "x", [], {}, (), ("drive_to", {"city": "rome"}), object(), Call(name, {"city": rng.choice(values)}),
-        Call(rng.choice(list(TABLE)), rng.choice(values)),
-        *(Call(tool, {key: rng.choice(values) for key in TABLE[tool].parameters})
-          for tool in rng.sample(list(TABLE), 6))])
-
-
-def test_sim_step_survives_anything():
-    rng, tasks = random.Random(3), sim_tasks(8)
-    changes = 0
-    for trial in range(480):
-        if trial % 60 == 0:
-            episode = sim_open(tasks[trial // 60])
-        before, ran = episode.state(), len(episode.calls)
-        given = rng.choice([sim_hostile(rng), [sim_hostile(rng) for _ in range(rng.randint(0, 3))]])
-        results = episode.step(given)
-        assert len(results) == (len(given) if isinstance(given, list) else 1)
-        for result in results:
-            assert isinstance(json.loads(result), dict) and len(result) <= 600
-        if episode.state() != before:   # only through a call that bound, and then exactly as replaying that call does
-            assert any(TABLE[call.name].writes for call in episode.calls[ran:])
-            changes += 1
-        for call in episode.calls[ran:]:
-            assert episode.bind(call) == call
-        if len(episode.calls) == ran:
-            assert all("error" in json.loads(result) for result in results) and episode.state() == before
-        json.dumps(episode.messages, allow_nan=False)
-        json.dumps(episode.state(), allow_nan=False)
-        assert reward.trajectory_reward(episode).total == 0
-        episode.bind(rng.choice([sim_hostile(rng), Call(rng.choice(list(TABLE)), {})]))
-    assert changes
-    again = sim_open(tasks[7])
-    again.step([])
-    for call in episode.calls:
-        again.step([call])
-    assert again.state() == episode.state()
+    for call in (ask("drive_to"), ask("drive_to", city="rome", speed=1), ask("drive_to", town="rome"), ask("fly"),
+                 ask("add_funds", amount=True), ask("add_funds", amount=2.5), ask("set_alarm", hour=1, on=1),
+                 ask("invite_guests", event=1, guests=("ann",))):
+        assert bind(call) is None, call
 
 
 def sim_of(clutter=0, **functions):
     """An episode of another environment, whose tools are these functions; its state has no `revision`."""
-    class Other(envs.Episode):
+    class Other(simulator.SimulatorEpisode):
         table = {name: envs.Tool("Desk", each, dict(list(inspect.signature(each).parameters.items())[1:]), True, {})
                  for name, each in functions.items()}
 
         def start(self):
             return {"Desk": SimpleNamespace(count=0)}
 
-    class OtherTask(envs.Task):
+    class OtherTask(simulator.SimulatorTask):
         def episode(self):
             return Other(self)
     return OtherTask("t", "base", "t", ["go"], [[]], list(Other.table), clutter=clutter).episode()
@@ -336,74 +263,67 @@ class Silent(Exception):
         raise RuntimeError("no text")
 
 
-def strictly(text):
-    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
 @pytest.mark.parametrize("clutter", [0, 2])
 def test_sim_tools_may_do_anything(clutter):
     """Whatever a tool raises or returns, its call has a result in strict JSON, and the next call runs."""
-    circle, deep, result = [], [], {}
-    circle.append(circle)
-    for _ in range(10**5):
-        deep = [deep]
-
-    def raises(self):
-        raise result["is"]
-
-    def returns(self):
-        return result["is"]
+    def act(self):
+        if raised:
+            raise value
+        return value
 
     def count(self):
         self.count += 1
         return {"count": self.count}
 
-    episode = sim_of(clutter, raises=raises, returns=returns, count=count)
-    for said, error in [("KeyError: 'x'", KeyError("x")), ("ZeroDivisionError: by", ZeroDivisionError("by")),
-                        ("SystemExit: 3", SystemExit(3)), ("Silent", Silent()), ("RecursionError: ", RecursionError()),
-                        ("no", envs.Refused("no")), ("ValueError: " + "x" * 488, ValueError("x" * 10**6))]:
-        result["is"] = error
-        first, second = map(strictly, episode.step([Call("raises", {}), Call("count", {})]))
-        assert first == {"error": said} and second["count"] == episode.objects["Desk"].count
+    def after(what, raising=False):
+        nonlocal value, raised
+        value, raised = what, raising
+        first, second = told(episode, ask("act"), ask("count"))
+        assert second["count"] == episode.objects["Desk"].count
+        return first
+
+    value, raised, episode, ring = None, False, sim_of(clutter, act=act, count=count), []
+    ring.append(ring)
+    errors = [("KeyError: 'x'", KeyError("x")), ("ZeroDivisionError: by", ZeroDivisionError("by")),
+              ("Silent", Silent()), ("SystemExit: 3", SystemExit(3)), ("RecursionError: ", RecursionError()),
+              ("no", envs.Refused("no")), ("ValueError: " + "x" * 488, ValueError("x" * 10**6))]
     plain = [(datetime.date(2024, 2, 3), "2024-02-03"), ({"b", "a", "c"}, ["a", "b", "c"]), (b"x", "b'x'"),
-             ([math.nan], "[nan]"), (math.inf, "inf"), ({(1, 2): 3}, "{(1, 2): 3}"), (circle, "[[...]]"),
+             ([math.nan], "[nan]"), (math.inf, "inf"), ({(1, 2): 3}, "{(1, 2): 3}"), (ring, "[[...]]"),
              ("\ud800", "\ud800"), (decimal.Decimal("1.5"), "1.5"), (7, 7), ([None], [None]), ("", "")]
-    for value, wanted in plain:
-        result["is"] = value
-        first, second = map(strictly, episode.step([Call("returns", {}), Call("count", {})]))
-        assert (first["result"] if clutter else first) == wanted and "count" in second
-    result["is"] = {"day": datetime.date(2024, 2, 3), "who": frozenset("ba")}
-    assert {"day": "2024-02-03", "who": ["a", "b"]}.items() <= strictly(*episode.step(Call("returns", {}))).items()
-    for value, said in ((Silent(), "RuntimeError: no text"), (deep, "RecursionError: "),
-                        ("x" * 10**7, "the result has more than 100000 characters")):
-        result["is"] = value
-        first, second = map(strictly, episode.step([Call("returns", {}), Call("count", {})]))
-        assert first["error"].startswith(said) and "count" in second
-    assert len(episode.calls) == 2 * (7 + 12 + 3) + 1 and episode.objects["Desk"].revision == 7 + 2 * 12 + 1 + 2 * 3
+    hopeless = [(Silent(), "RuntimeError: no text"), (nested(10**5), "RecursionError: "),
+                ("x" * 10**7, "the result has more than 100000 characters")]
+    assert [after(error, raising=True) for _, error in errors] == [{"error": said} for said, _ in errors]
+    for given, wanted in plain:
+        assert (after(given)["result"] if clutter else after(given)) == wanted
+    shown = after({"day": datetime.date(2024, 2, 3), "who": frozenset("ba")})
+    assert {"day": "2024-02-03", "who": ["a", "b"]}.items() <= shown.items()
+    for given, said in hopeless:
+        assert after(given)["error"].startswith(said)
+    assert len(episode.calls) == 2 * (7 + 12 + 1 + 3) and episode.objects["Desk"].revision == 7 + 2 * (12 + 1 + 3)
     json.dumps(episode.messages, allow_nan=False)
     assert reward.trajectory_reward(episode) == (0, 1, 0)
-    result["is"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        episode.step([Call("raises", {})])
+        after(KeyboardInterrupt(), raising=True)
 
 
 class Level(enum.Enum):
     LOW, HIGH, THREE = "low", "high", 3
 
 
-BAD_NUMBERS = (True, "3", math.nan, math.inf, 10**10, [], {}, object())
+BAD_NUMBERS = (True, "3", math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, [], {}, object())
 
 
 @pytest.mark.parametrize("kind, taken, refused", [
     (int, {3: 3, 3.0: 3}, (None, 2.5, *BAD_NUMBERS)),
     (float, {3.0: 3, 2.5: 2.5}, (None, *BAD_NUMBERS)),
     (bool, {True: True}, (1, 0, "true", None)),
+    (str, {"a" * 500: "a" * 500}, ("a" * 501, 1, None)),
     (Optional[str], {"a": "a", None: None}, (1, ["a"], "a" * 501, False)),
     (str | None, {"a": "a", None: None}, (1, ["a"], "a" * 501, {})),
     (int | str, {3.0: 3, "3": "3"}, (2.5, True, None)),
     (Union[list[int], dict[str, str]], {"[1.0]": [1], '{"a": "b"}': {"a": "b"}}, ([1.5], {"a": 1}, "a")),
     (list[int], {"[1.0, 2]": [1, 2], "[]": []}, ([True], ["1"], [None], [1] * 21, "12", None, {"a": 1})),
-    (list[str], {'["a"]': ["a"]}, (["a", 1], ["a" * 501], "a")),
+    (list[str], {'["a"]': ["a"]}, (["a", 1], ["a", None], [["a"]], ["a" * 501], ("a",), "a")),
     (list[list[int]], {"[[1], [2.0]]": [[1], [2]]}, ([1], [[1.5]])),
     (list, {'[1.0, "a", null, {"b": [true]}]': [1, "a", None, {"b": [True]}]},
      ("a", [math.nan], [1] * 21, [object()], [{1: 2}])),
@@ -429,21 +349,16 @@ def test_sim_every_annotation_is_checked(kind, taken, refused):
             x.clear()                                    # its own copy
 
     take.__annotations__["x"] = kind
-    episode, deep = sim_of(take=take), [1]
-    for _ in range(5000):
-        deep = [deep]
+    episode = sim_of(take=take)
     for given, wanted in taken.items():
         given = json.loads(given) if isinstance(given, str) and given[0] in "[{" else given
-        bound = episode.bind(Call("take", {"x": given}))
+        bound = episode.bind(ask("take", x=given))
         assert repr(bound.arguments) == repr({"x": wanted}) and repr(episode.bind(bound)) == repr(bound)
-        assert episode.step([Call("take", {"x": given})]) == ['{"ok": true}'] and repr(episode.calls[-1]) == repr(bound)
-    circle = {}
-    circle["a"] = circle
-    for given in (*refused, deep, circle):
-        ran = len(episode.calls)
-        assert episode.bind(Call("take", {"x": given})) is None, given
-        assert strictly(*episode.step([Call("take", {"x": given})]))["error"].startswith("x must be ")
-        assert len(episode.calls) == ran
+        assert told(episode, ask("take", x=given)) == [{"ok": True}] and repr(episode.calls[-1]) == repr(bound)
+    for given in (*refused, nested(), circle()):
+        assert episode.bind(ask("take", x=given)) is None, given
+        assert told(episode, ask("take", x=given))[0]["error"].startswith("x must be ")
+    assert len(episode.calls) == len(taken)
 
 
 def test_sim_refusals_say_what_is_wanted():
@@ -459,223 +374,187 @@ def test_sim_refusals_say_what_is_wanted():
 
 
 def test_sim_limits_of_a_message_and_of_a_dialogue():
-    task = sim_tasks(1, categories=("base",), turns=(1, 1))[0]
+    task, fill = sim_tasks(1, categories=("base",), turns=(1, 1))[0], ask("add_fuel", amount=1)
     episode = dataclasses.replace(task, offered=["add_fuel"]).episode()
-    calls = [Call("add_fuel", {"amount": 1})] * (envs.MAX_CALLS + 4)
-    results = [json.loads(result) for result in episode.step(calls)]
-    assert results[:envs.MAX_CALLS] == [{"ok": True}] * envs.MAX_CALLS
-    assert all("error" in result for result in results[envs.MAX_CALLS:]) and len(results) == len(calls)
-    assert episode.state()["Vehicle"]["revision"] == len(episode.calls) == envs.MAX_CALLS
-    assert episode.step([]) == [] and len(episode.messages) == 2 + len(calls)
+    results = told(episode, *[fill] * 20)
+    assert results == [{"ok": True}] * 16 + [{"error": "more than 16 calls"}] * 4
+    assert episode.state()["Vehicle"]["revision"] == len(episode.calls) == envs.MAX_CALLS == 16
+    assert episode.step([]) == [] and len(episode.messages) == 2 + 20
     assert not episode.done and episode.next_turn("done") is None and episode.done
     assert episode.messages[-1] == {"role": "assistant", "content": "done"}
     state, length = episode.state(), len(episode.messages)
-    assert "error" in json.loads(episode.step(calls[:1])[0]) and episode.state() == state
+    assert told(episode, fill) == [{"error": "the dialogue is over"}] and episode.state() == state
     assert episode.next_turn() is None and len(episode.messages) == length + 2
-    assert "error" in json.loads(task.episode().step(Call("add_fuel", {}))[0]), "a bare call counts as one"
+    assert "error" in json.loads(task.episode().step(ask("add_fuel"))[0]), "a bare call counts as one"
 
 
 def test_sim_messages():
     task = next(task for task in sim_tasks() if task.category == "miss_func")
-    episode = reward.replay(task)
+    episode, golden = reward.replay(task), copy.deepcopy(task.golden)
     roles = "".join(message["role"][0] for message in episode.messages)
-    assert re.fullmatch("u((at)*a(u|$))+", roles) and roles.count("u") == len(task.turns)
+    assert re.fullmatch("u((at)*a(u|$))+", roles)
     assert [message["content"] for message in episode.messages if message["role"] == "user"] == task.turns
     asked = [message["tool_calls"][0]["function"] for message in episode.messages if "tool_calls" in message]
-    assert [(call["name"], call["arguments"]) for call in asked] == [call for calls in task.golden for call in calls]
+    assert [Call(**call) for call in asked] == flat(golden)
+    for call in asked:
+        call["arguments"].clear()           # what is logged is a copy
+    assert task.golden == golden and all(call.arguments for call in episode.calls)
     errors = task.episode()
-    results = errors.step([CallError("no json"), Call("fly_away", {"to": "moon"}), Call("drive_to", "rome")])
+    results = errors.step([CallError("no json"), ask("fly_away", to="moon"), Call("drive_to", "rome")])
     assert [message["role"] for message in errors.messages[1:]] == ["assistant", "tool", "tool", "tool"]
     assert [message["content"] for message in errors.messages[2:]] == results
     assert json.loads(results[0]) == {"error": "no json"} and errors.calls == []
     assert errors.messages[1]["tool_calls"][1]["function"] == {"name": "fly_away", "arguments": {"to": "moon"}}
-    golden = copy.deepcopy(task.golden)
-    for message in episode.messages:        # what is logged is a copy
-        for call in message.get("tool_calls", []):
-            call["function"]["arguments"].clear()
-    assert task.golden == golden and all(call.arguments for call in episode.calls)
 
 
 def test_sim_episodes_share_no_state():
     for task in sim_tasks(40):
-        initial, start = copy.deepcopy(task.initial), task.episode().state()
-        one, two = task.episode(), task.episode()
-        for calls in task.golden:
-            one.step(calls)
-            one.next_turn()
-        assert two.state() == start == task.episode().state() and two.calls == [] and len(two.messages) == 1
-        assert task.initial == initial
-        view = two.state()
-        for data in view.values():
+        initial, start, other = copy.deepcopy(task.initial), task.episode().state(), task.episode()
+        reward.replay(task)
+        for data in other.state().values():
             for value in data.values():
                 if isinstance(value, (dict, list)):
                     value.clear()
-        assert two.state() == start
-    assert all(state["revision"] == 0 for state in start.values()) and set(start) == {api.__name__ for api in simulator.APIS}
+        assert other.state() == start == task.episode().state() and other.calls == [] and len(other.messages) == 1
+        assert task.initial == initial and start.keys() == initial.keys()
+    assert all(state["revision"] == 0 for state in start.values())
 
 
-def test_sim_withheld_tools():
+def test_sim_tools_run_only_when_they_are_offered():
+    """Never one that is not offered; a withheld one only from the turn on that hands it over with its schema."""
+    rng = random.Random(0)
     for task in sim_tasks(80, categories=("miss_func",), turns=(1, 3)):
         (turn, (name,)), = task.withheld.items()
-        episode, state = task.episode(), None
-        assert name not in task.offered and task.golden[turn - 1] == []
-        wanted = next(call for call in task.golden[turn] if call.name == name)
-        for t in range(len(task.turns)):
-            offered = {schema["function"]["name"] for schema in episode.tools}
-            assert offered == set(task.offered) and episode.bind(wanted)
-            if t < turn:
-                state = episode.state()
-                assert "error" in json.loads(episode.step([wanted])[0])
-                assert episode.state() == state and wanted not in episode.calls
-            for call in task.golden[t]:
-                assert "error" not in json.loads(episode.step([call])[0])
-            message = episode.next_turn()
-            assert (message or {}).get("tools") == ([TABLE[name].schema] if t + 1 == turn else None)
+        episode, wanted = task.episode(), next(call for call in flat(task.golden) if call.name == name)
+        assert name not in task.offered and task.golden[turn - 1] == [] and episode.bind(wanted)
+        assert [schema["function"]["name"] for schema in episode.tools] == task.offered
+        for t, calls in enumerate(task.golden):
+            state, ran = episode.state(), list(episode.calls)
+            absent = [Call(other, sim_arguments(rng, other, episode.objects)) for other in TABLE
+                      if other not in task.offered and other != name]
+            for call in absent + [wanted] * (t < turn):
+                assert told(episode, call) == [{"error": "no such tool"}]
+            assert episode.state() == state and episode.calls == ran
+            assert all("error" not in told(episode, call)[0] for call in calls)
+            assert (episode.next_turn() or {}).get("tools") == ([TABLE[name].schema] if t + 1 == turn else None)
         assert reward.trajectory_reward(episode) == (1, 1, 1)
-
-
-def test_sim_tools_that_are_not_offered_do_not_run():
-    for task in sim_tasks(20):
-        episode, state = task.episode(), task.episode().state()
-        for name in TABLE:
-            if name not in task.offered:
-                result, = episode.step([Call(name, sim_arguments(random.Random(0), name, episode.objects))])
-                assert "error" in json.loads(result)
-        assert episode.state() == state and episode.calls == []
 
 
 # ---- the generator ----
 
-def sim_digest(seed=5):
-    tasks = [task for part in simulator.PARTS for task in simulator.make_tasks(60, seed, part=part, turns=(1, 3))]
-    text = repr(tasks) + json.dumps([reward.replay(task).messages for task in tasks])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def test_sim_tasks_are_the_same_in_every_process():
-    digests = {subprocess.run([sys.executable, "-c", "import test_all; print(test_all.sim_digest())"], check=True,
-                              capture_output=True, text=True, cwd=Path(__file__).parent,
-                              env={**os.environ, "PYTHONHASHSEED": seed}).stdout.strip() for seed in ("1", "2")}
-    random.seed(99)
-    assert digests == {sim_digest()} != {sim_digest(seed=6)}
+def test_sim_tasks_and_replays_are_the_same_in_every_process():
+    """Bit for bit what they have always been, whatever the hash seed."""
+    script = """if True:
+        import hashlib, reward, simulator
+        from simulator import make_tasks
+        tasks = make_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3) + make_tasks(80, 0)
+        for part in simulator.PARTS:
+            tasks += make_tasks(60, 5, part=part, turns=(1, 3))
+        text = repr([list(vars(task).values()) + [reward.replay(task).messages] for task in tasks])
+        print(hashlib.sha256(text.encode()).hexdigest()[:16])
+    """
+    for seed in "12":
+        assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=Path(__file__).parent,
+                                       env={**os.environ, "PYTHONHASHSEED": seed}) == "4c01f3ba04194694\n"
     assert sim_tasks(40) == sim_tasks(80)[:40], "more tasks begin with the same ones"
+    assert [task.turns for task in sim_tasks(4)] != [task.turns for task in sim_tasks(4, seed=12)]
 
 
 def test_sim_ids_name_what_a_task_is_made_from():
-    """The same id is the same task, whatever was asked for; the default's ids and all results are as they were."""
-    usual, seen = [task.id for task in simulator.make_tasks(4, 0)], {}
+    """The same id is the same task, whatever was asked for."""
+    usual, seen, made = [task.id for task in sim_tasks(4, 0)], {}, sim_tasks(4, 0, calls=(1, 1), tools=6, clutter=3)
     assert usual == [f"sim-train-0-0000000-{category}" for category in CATEGORIES]
     for regime in ({}, {"tools": 8}, {"tools": 9}, {"turns": (1, 1)}, {"turns": [1, 1]}, {"calls": (1, 1)},
                    {"clutter": 3}, {"clutter": 0}, {"seed": 1}, {"part": "test"}, {"calls": (1, 1), "tools": 6},
                    {"categories": ("base", "long_context")}, {"categories": ("long_context", "base")}):
-        for task in simulator.make_tasks(**{"n": 12, "seed": 0, **regime}):
+        for task in sim_tasks(**{"n": 12, "seed": 0, **regime}):
             assert seen.setdefault(task.id, task) == task, regime
             assert seen.setdefault(task.scenario, task.initial) == task.initial, regime
     assert sum(isinstance(task, envs.Task) for task in seen.values()) == 9 * 12 + 2 * 3, "clutter: of long_context only"
-    made = simulator.make_tasks(4, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3)
-    assert made[0].id == usual[0] + "@calls=1-1,tools=6" and made[3].id == usual[3] + "@calls=1-1,tools=6,clutter=3"
+    assert [task.id for task in made] == [f"{first}@calls=1-1,tools=6" for first in usual[:3]] + [
+        usual[3] + "@calls=1-1,tools=6,clutter=3"]
     assert {task.scenario for task in made} == {"sim-train-0-0000000@calls=1-1,tools=6"}
-    tasks = simulator.make_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3) + simulator.make_tasks(80, 0)
-    replays = json.dumps([reward.replay(task).messages for task in tasks])
-    assert hashlib.sha256(replays.encode()).hexdigest().startswith("3ab977f5dba32ab7"), "what policies read has changed"
 
 
 def test_sim_parts_are_disjoint():
     """No golden answer is in two parts, whatever the seeds; small tasks make collisions likely if anything is wrong."""
+    bind = sim_tasks(1)[0].episode().bind
     for sizes in ({}, {"turns": (1, 1), "calls": (1, 1)}):
-        held = {part: set() for part in simulator.PARTS}
-        for part in simulator.PARTS:
-            for seed in range(2):
-                n = 1500 if part == "train" else 300
-                for task in simulator.make_tasks(n, seed, part=part, categories=("base",), **sizes):
-                    calls = [(c.name, envs.bind_arguments(TABLE[c.name].parameters, c.arguments))
-                             for wanted in task.golden for c in wanted]
-                    held[part].add(json.dumps(calls, sort_keys=True))
-        assert all(held.values())
-        for a, b in (("train", "test"), ("train", "validation"), ("validation", "test")):
-            assert not held[a] & held[b], (a, b)
-    rng, count = random.Random(0), collections.Counter()
-    for _ in range(2000):
-        count[simulator.part_of(simulator.draw_scenario(rng, (1, 2), (1, 2))[2])] += 1
-    assert 1500 < count["train"] < 1700 and 140 < count["validation"] < 260 and 140 < count["test"] < 260
-    assert all(len({json.dumps(call) for calls in task.golden for call in calls}) == sum(map(len, task.golden))
+        held = {part: {repr([bind(call) for call in flat(task.golden)]) for seed in range(2)
+                       for task in sim_tasks(n, seed, part=part, categories=("base",), **sizes)}
+                for part, n in (("train", 1000), ("validation", 200), ("test", 200))}
+        assert all(held.values()) and sum(map(len, held.values())) == len(set.union(*held.values()))
+    rng = random.Random(0)
+    parts = collections.Counter(simulator.part_of(simulator.draw_scenario(rng, (1, 2), (1, 2))[2]) for _ in range(2000))
+    assert 1500 < parts["train"] < 1700 and 140 < parts["validation"] < 260 and 140 < parts["test"] < 260
+    assert all(len(set(map(json.dumps, flat(task.golden)))) == len(flat(task.golden))
                for task in sim_tasks(2000, turns=(1, 3))), "nothing is wanted twice"
 
 
 def test_sim_variants_of_a_scenario():
     tasks = sim_tasks(400, turns=(1, 3))
-    assert len({task.id for task in tasks}) == len(tasks)
-    assert len({task.id for seed in (1, 2) for part in simulator.PARTS for task in sim_tasks(40, seed, part=part)}) == 240
-    shared = collections.Counter()
+    assert len({task.id for task in tasks}) == len(tasks) and len({task.scenario for task in tasks}) == len(tasks) / 4
+    assert len({task.id for seed in (1, 2) for part in simulator.PARTS for task in sim_tasks(4, seed, part=part)}) == 24
     for i in range(0, len(tasks), 4):
         base, func, param, long = variants = tasks[i:i + 4]
         assert [task.category for task in variants] == list(CATEGORIES)
-        assert len({task.scenario for task in variants}) == 1
-        assert base.initial == func.initial == param.initial == long.initial
+        assert len({task.scenario for task in variants}) == 1 and all(task.initial == base.initial for task in variants)
         assert base.turns == long.turns and base.golden == long.golden and [] not in base.golden
         assert base.offered == param.offered == long.offered and len(func.offered) == len(base.offered) == 8
         assert not base.clutter and long.clutter and not (base.withheld or param.withheld or long.withheld)
         final = reward.replay(base).state()
-        for task in (func, param):
-            assert len(task.turns) == len(task.golden) == len(base.turns) + 1 and task.golden.count([]) == 1
-            assert [calls for calls in task.golden if calls] == base.golden
-            turn = task.golden.index([])
-            assert task.turns[:turn] == base.turns[:turn] and task.turns[turn + 2:] == base.turns[turn + 1:]
         assert all(reward.replay(task).state() == final for task in variants)
-        turn = func.golden.index([])
-        assert func.turns[turn] == base.turns[turn] and list(func.withheld) == [turn + 1]
-        assert not {name for names in func.withheld.values() for name in names} & set(func.offered)
+        for task in (func, param):
+            turn = task.golden.index([])
+            assert len(task.turns) == len(task.golden) == len(base.turns) + 1
+            assert [calls for calls in task.golden if calls] == base.golden
+            assert task.turns[:turn] == base.turns[:turn] and task.turns[turn + 2:] == base.turns[turn + 1:]
+        blank, handed = func.golden.index([]), flat(func.withheld.values())
+        assert func.turns[blank] == base.turns[blank] and list(func.withheld) == [blank + 1]
+        assert handed and not {*handed} & {*func.offered}
         # the value that miss_param leaves out comes with the next turn
-        turn = param.golden.index([])
         old, new = (collections.Counter(task.turns[turn].split()) for task in (base, param))
         given = collections.Counter(param.turns[turn + 1].split())
         assert old - new and old - new <= given and new - old <= given + collections.Counter(["some", "the", "right"])
-        shared[base.scenario] += 1
-    assert set(shared.values()) == {1}
-    one = sim_tasks(50, categories=("miss_param",))
-    assert len({task.scenario for task in one}) == 50 and {task.category for task in one} == {"miss_param"}
+    assert len({task.scenario for task in sim_tasks(50, categories=("miss_param",))}) == 50
     both = sim_tasks(20, categories=("long_context", "base"))
     assert [task.category for task in both] == ["long_context", "base"] * 10
     assert [task.scenario for task in both[::2]] == [task.scenario for task in both[1::2]]
 
 
 def test_sim_long_context_hides_the_same_values():
+    seen = set()
     for base, long in zip(sim_tasks(60, categories=("base",)), sim_tasks(60, categories=("long_context",), clutter=9)):
-        assert base.golden == long.golden
-        plain, full, again = reward.replay(base), reward.replay(long), reward.replay(long)
-        assert full.messages == again.messages and full.calls == plain.calls
+        plain, full = reward.replay(base), reward.replay(long)
+        assert full.messages == reward.replay(long).messages and full.calls == plain.calls
         for a, b in zip(plain.messages, full.messages):
             if a["role"] == "tool":
                 a, b = json.loads(a["content"]), json.loads(b["content"])
-                assert {key: b[key] for key in a} == a
-                assert set(b) - set(a) == {"before", "after"} and len(b["before"]) + len(b["after"]) == 9
-    results = {message["content"] for task in sim_tasks(60, categories=("long_context",), turns=(1, 1), calls=(1, 1))
-               for message in reward.replay(task).messages if message["role"] == "tool"}
-    assert len(results) > 50, "clutter differs from call to call"
+                assert {"before": b["before"], **a, "after": b["after"]} == b
+                assert len(b["before"]) + len(b["after"]) == 9
+                seen.add(repr(b))
+    assert len(seen) > 50, "clutter differs from call to call"
 
 
 def test_sim_sizes_and_offered_tools():
     for turns, calls, tools in (((1, 1), (1, 1), 4), ((1, 2), (1, 2), 8), ((2, 4), (2, 3), 20), ((1, 1), (1, 1), 41)):
-        seen_turns, seen_calls = set(), set()
-        for task in sim_tasks(200, turns=turns, calls=calls, tools=tools, categories=("base", "miss_func")):
-            wanted = [calls for calls in task.golden if calls]
-            seen_turns.add(len(wanted))
-            seen_calls |= set(map(len, wanted))
-            assert len(task.turns) == len(task.golden)
-            needed = {call.name for calls in wanted for call in calls}
-            names = [schema["function"]["name"] for schema in task.episode().tools]
-            assert names == task.offered and len(set(names)) == tools
-            assert needed <= set(names) | {name for handed in task.withheld.values() for name in handed}
-        assert seen_turns == set(range(turns[0], turns[1] + 1)) and seen_calls == set(range(calls[0], calls[1] + 1))
+        tasks = sim_tasks(200, turns=turns, calls=calls, tools=tools, categories=("base", "miss_func"))
+        sizes = [[len(wanted) for wanted in task.golden if wanted] for task in tasks]
+        assert {*map(len, sizes)} == {*range(turns[0], turns[1] + 1)}
+        assert {*flat(sizes)} == {*range(calls[0], calls[1] + 1)}
+        for task in tasks:
+            assert len(set(task.offered)) == len(task.offered) == tools and len(task.turns) == len(task.golden)
+            assert {call.name for call in flat(task.golden)} <= {*task.offered, *flat(task.withheld.values())}
     tasks = sim_tasks(2000)
     assert {name for task in tasks for name in task.offered} == set(TABLE)
     planned = {name for intent in simulator.INTENTS for name, _ in intent.plan}
-    assert planned == {call.name for task in tasks for calls in task.golden for call in calls}
+    assert planned == {call.name for task in tasks for call in flat(task.golden)}
     first = collections.Counter(task.offered.index(task.golden[0][0].name) for task in tasks if task.category == "base")
     assert set(first) == set(range(8)) and max(first.values()) < 150, "the order tells nothing"
 
 
-def test_sim_schemas():
+def test_sim_schemas_and_language_are_small_and_clean():
+    words, numbers = set(simulator.LABELS + simulator.FILLERS + simulator.WEATHER), set()
     for name, tool in TABLE.items():
         function = tool.schema["function"]
         assert function["name"] == name and function["description"] and "Args" not in function["description"]
@@ -683,19 +562,12 @@ def test_sim_schemas():
         assert list(properties) == list(tool.parameters) and len(properties) <= 3
         assert all(value["description"] and value["type"] for value in properties.values())
         assert re.fullmatch("[a-z]+(_[a-z]+)*", name) and all(re.fullmatch("[a-z]+", key) for key in properties)
-
-
-def test_sim_language_is_small_and_clean():
-    words, numbers = set(), set()
-    for task in sim_tasks(3000) + sim_tasks(3000, part="test"):
-        for text in task.turns:
-            assert re.fullmatch(r"[a-z]+( ([a-z]+|\d+|[,.]))*", text), text
-            found = text.split()
-            numbers |= {int(word) for word in found if word.isdigit()}
-            words |= {word for word in found if not word.isdigit()}
-            assert 2 < len(found) < 40
-    words |= {part for name, tool in TABLE.items() for part in [*name.split("_"), *tool.parameters]}
-    words |= set(simulator.LABELS + simulator.FILLERS + simulator.WEATHER)
+        words.update(name.split("_"), tool.parameters)
+    for text in {text for task in sim_tasks(3000) + sim_tasks(3000, part="test") for text in task.turns}:
+        found = text.split()
+        assert re.fullmatch(r"[a-z]+( ([a-z]+|\d+|[,.]))*", text) and 2 < len(found) < 40, text
+        numbers |= {int(word) for word in found if word.isdigit()}
+        words |= {word for word in found if not word.isdigit()}
     assert 300 < len(words) < 420 and numbers <= set(range(61))
 
 
@@ -714,21 +586,20 @@ def test_sim_looked_up_values_cannot_be_memorised():
 
 
 def test_sim_arguments_of_make_tasks_are_checked():
-    assert simulator.make_tasks(0, 0) == [] and len(simulator.make_tasks(3, 0)) == 3
+    assert sim_tasks(0) == [] and len(sim_tasks(3)) == 3
     for bad in ({"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
                 {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)},
                 {"turns": (2, 1)}, {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (0, 1)},
                 {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3}, {"tools": len(TABLE)}, {"tools": "8"},
                 {"turns": (1, 5)}, {"clutter": -1}):
-        with pytest.raises(ValueError) as error:
-            simulator.make_tasks(**{"n": 4, "seed": 0, **bad})
-        assert "\n" not in str(error.value) and str(error.value).split()[0] in simulator.make_tasks.__code__.co_varnames
+        with pytest.raises(ValueError, match="^[^\n]+$") as error:
+            sim_tasks(**{"n": 4, **bad})
+        assert str(error.value).split()[0] in simulator.make_tasks.__code__.co_varnames
 
 
 def test_sim_is_fast():
     start = time.process_time()
-    tasks = simulator.make_tasks(10_000, 0)
-    for task in tasks:
+    for task in sim_tasks(10_000):
         reward.replay(task)
     assert time.process_time() - start < 20
 
@@ -737,13 +608,14 @@ def test_sim_is_fast():
 # bfcl.py
 # =====================================================================================================================
 
-def bfcl_task(name):
-    return next(task for task in bfcl.load_tasks(part="all") if task.id == "multi_turn_" + name)
+def bfcl_tasks(part="all", **options):
+    return bfcl.load_tasks(part=part, **options)
 
 
-def bfcl_with(*classes, category="base"):
-    """The first task of the category that involves these tool classes."""
-    return next(task for task in bfcl.load_tasks([category], part="all") if set(classes) <= set(task.classes))
+def bfcl_with(*classes, category="base", **changes):
+    """The first task of the category that involves these tool classes, changed."""
+    task = next(task for task in bfcl_tasks(categories=[category]) if set(classes) <= set(task.classes))
+    return dataclasses.replace(task, **changes)
 
 
 @pytest.fixture
@@ -758,51 +630,46 @@ def steady():
 
 @needs_bfcl
 def test_bfcl_golden_is_accepted_by_both():
-    """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker."""
-    tasks = bfcl.load_tasks(part="all")
-    assert collections.Counter(task.category for task in tasks) == dict.fromkeys(bfcl.CATEGORIES, 200)
-    before = fuzz.official_data()
-    for task in tasks:
+    """All 800 golden answers parse, get R = 1 here and pass the leaderboard's own checker; doing nothing fails both."""
+    tasks, before = bfcl_tasks(), fuzz.official_data()
+    assert collections.Counter(task.category for task in tasks) == dict.fromkeys(CATEGORIES, 200)
+    for i, task in enumerate(tasks):
         episode = reward.replay(task)
         assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
         assert bfcl.official_verdict(episode), task.id
         assert len(episode.calls) == sum(map(len, task.golden))
         assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
+        if i % 10 == 0:
+            idle, unfinished = reward.replay(task, [[]] * len(task.turns)), task.episode()
+            unfinished.step(task.golden[0])
+            assert reward.trajectory_reward(idle).total == 0
+            assert not bfcl.official_verdict(idle)
+            assert bfcl.official_verdict(unfinished) == (len(task.turns) == 1), "its only turn would finish it"
     assert fuzz.official_data() == before, "the official modules keep something"
-
-
-@needs_bfcl
-def test_bfcl_doing_nothing_fails_both():
-    for task in bfcl.load_tasks(part="all")[::10]:
-        episode = reward.replay(task, [[] for _ in task.turns])
-        assert reward.trajectory_reward(episode).total == 0 and not bfcl.official_verdict(episode)
-    unfinished = bfcl_task("base_0").episode()
-    unfinished.step(bfcl_task("base_0").golden[0])
-    assert not bfcl.official_verdict(unfinished)
+    assert bfcl.data_hash() == "aef40196e45ca421", "not the pinned version"
 
 
 # ---- next to the official checker ----
 
 def rearrange(task, rng):
-    """(kind, turns): the golden calls in another order, in another turn, or with one more. sft.corrupt makes mistakes."""
-    turns = [list(calls) for calls in task.golden]
-    turn = rng.choice([turn for turn, calls in enumerate(turns) if calls])
-    kind = rng.choice(["order", "move", "extra"])
+    """(kind, turns): the golden calls in another order or turn, or with one more. sft.corrupt makes mistakes."""
+    turns, kind = [list(calls) for calls in task.golden], rng.choice(["order", "move", "extra"])
+    turn = rng.choice([calls for calls in turns if calls])
     if kind == "order":
-        rng.shuffle(turns[turn])
+        rng.shuffle(turn)
     elif kind == "move":
-        turns[rng.randrange(len(turns))].append(turns[turn].pop(rng.randrange(len(turns[turn]))))
+        rng.choice(turns).append(turn.pop(rng.randrange(len(turn))))
     else:
         free = [name for name in task.offered if not bfcl._table()[name].schema["function"]["parameters"]["required"]]
-        turns[turn].insert(0, Call(rng.choice(free), {}))
+        turn.insert(0, Call(rng.choice(free), {}))
     return kind, turns
 
 
 def official_rules(episode):
     """Which rule of the official checker the episode breaks first, by our own executor; None if it breaks none.
 
-    After each turn in which golden calls something: some call was made, the states agree, and the results of this turn's
-    golden calls are among the results of ALL calls so far.
+    After each turn in which golden calls something: some call was made, the states agree, and the results of this
+    turn's golden calls are among the results of ALL calls so far.
     """
     ours, golden, pool = episode.task.episode(), episode.task.episode(), []
     for done, wanted in zip(episode.steps, episode.task.golden):
@@ -819,241 +686,198 @@ def official_rules(episode):
         golden.next_turn()
 
 
-def why_they_differ(episode, mine, broken):
-    """The kind of a disagreement."""
-    if mine.total:
-        return broken
-    if not mine.state:
-        return "state changed after the last checked turn"
-    golden = [episode.bind(call) for calls in episode.task.golden for call in calls]
-    if all(any(reward.covers([call], [wanted]) for call in episode.calls) for wanted in golden):
-        return "a call wanted in two turns, made once"
-    return "same results with other arguments or another tool"
-
-
-# R = 1 and the leaderboard says no: it looks at every turn, R only at the end and at the calls as a whole. A call made one
-# turn late (or early, so that its own turn is empty), or in another order so that its result differs (ls before touch).
-OURS_ONLY = {"nothing called in a turn", "state after a turn", "a result is missing in its turn"}
-# R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a search
-# with another keyword that finds the same, an argument that has no effect; a result that an earlier turn already gave
-# counts again; and nothing is checked after the last turn that has golden calls.
-OFFICIAL_ONLY = {"same results with other arguments or another tool", "a call wanted in two turns, made once",
-                 "state changed after the last checked turn"}
-
-
 @needs_bfcl
 @pytest.mark.parametrize("change, n", [(sft.corrupt, 2000), (rearrange, 500)], ids=["mistakes", "rearranged"])
 def test_bfcl_agreement_with_the_official_checker(change, n):
-    """Our R next to the leaderboard's verdict on corrupted golden answers: how often they agree, and why not otherwise."""
-    rng, tasks = random.Random(0), bfcl.load_tasks(part="all")
-    agree, kinds, begin = collections.Counter(), collections.Counter(), time.time()
+    """Our R next to the leaderboard's verdict on changed golden answers; the rules above explain every verdict.
+
+    R = 1 and the leaderboard says no: it looks at every turn, R at the end and at the calls as a whole. A call made one
+    turn late (or early, so that its own turn is empty), or in another order so that its result differs.
+    R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a
+    search with another keyword that finds the same, an argument without effect; a result that an earlier turn already
+    gave counts again; and nothing is checked after the last turn that has golden calls.
+    """
+    rng, tasks, agree = random.Random(0), bfcl_tasks(), collections.Counter()
     for _ in range(n):
         task = rng.choice(tasks)
         kind, turns = change(task, rng)
         episode = reward.replay(task, turns)
-        mine, official, broken = reward.trajectory_reward(episode), bfcl.official_verdict(episode), official_rules(episode)
-        assert official == (broken is None), (task.id, kind, turns, broken)     # the rules above explain every verdict
-        agree[mine.total, int(official)] += 1
-        if mine.total != official:
-            why = why_they_differ(episode, mine, broken)
-            assert why in (OURS_ONLY if mine.total else OFFICIAL_ONLY), (task.id, kind, turns, why)
-            kinds["only ours" if mine.total else "only official", why, kind] += 1
-    same = agree[0, 0] + agree[1, 1]
-    print(f"\n{same} of {n} verdicts agree ({same / n:.1%}); both pass {agree[1, 1]}, both fail {agree[0, 0]}, "
-          f"only ours {agree[1, 0]}, only official {agree[0, 1]}; {time.time() - begin:.0f} s")
-    for (side, why, kind), count in kinds.most_common():
-        print(f"  {count:4d}  {side}: {why} ({kind})")
-    assert agree[0, 0] and agree[1, 1] and same / n > (0.95 if change is sft.corrupt else 0.5)
+        official, broken = bfcl.official_verdict(episode), official_rules(episode)
+        assert official == (broken is None), (task.id, kind, turns, broken)
+        agree[reward.trajectory_reward(episode).total, int(official)] += 1
+    assert agree[0, 0] and agree[1, 1]
+    assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.5), agree
 
 
 # ---- hostile input ----
 
-HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "_generate_id",
-                 "_set_card_balance", "root", "eval", "exec", "os.system", "GorillaFileSystem.cd", "cd;ls", "cd(", "", " cd",
-                 "CD", "self"]
-HOSTILE_VALUES = [None, True, -1, 0, 10 ** 17, 10 ** 400, -10 ** 400, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a",
-                  "..", "/", "../../etc/passwd", "\x00", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10 ** 6, "9" * 9000,
-                  "__class__", "sort (x)", "2024-01-01", [], {}, [[]], [1] * 900, [1] * 10 ** 5, ["a"] * 50, {"a": 1},
-                  {1: 2}, {"title": {"x": []}}, [[[[[[[[[[[[1]]]]]]]]]]]], {"status": 5}, (1, 2), {1, 2}, b"x", object(),
-                  3 + 4j, print, [None, "a", 2.5], Call("cd", {}), -300, 300, 99, "driver", ["driver"], "economy", 12345]
 
-
-def hostile(task, rng):
-    """A call that no honest model makes, or something that is no call at all."""
-    table, kind = bfcl._table(), rng.random()
+def hostile(rng, table, offered):
+    """A call that no honest model makes, or no call at all. table: {name of a tool: names of its parameters}."""
+    kind, name, value = rng.random(), rng.choice(offered), lambda: rng.choice(HOSTILE_VALUES)
     if kind < 0.1:
-        return rng.choice([None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(),
-                           Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), Call({}, {}),
-                           CallError("x" * 10 ** 5)])
-    if kind < 0.25:
-        return Call(rng.choice(HOSTILE_NAMES), {"folder": rng.choice(HOSTILE_VALUES)})
-    if kind < 0.3:
-        return Call(rng.choice(sorted(table)), {"self": 1, "folder": "x"})
-    name = rng.choice(sorted(table) if kind < 0.35 else task.offered)
-    arguments = {key: rng.choice(HOSTILE_VALUES) for key in list(table[name].signature.parameters)[1:]}
-    if kind < 0.45:
-        arguments[rng.choice(["self", "x", "__class__", "path"])] = rng.choice(HOSTILE_VALUES)
+        return rng.choice(NO_CALLS)
+    if kind < 0.35:
+        name = rng.choice(HOSTILE_NAMES if kind < 0.25 else sorted(table))
+    arguments = {key: value() for key in table.get(name, ["folder"])}
+    if 0.3 < kind < 0.45:
+        arguments[rng.choice(["self", "x", "__class__", "path"])] = value()
     if arguments and kind > 0.9:
         del arguments[rng.choice(sorted(arguments))]
-    return Call(name, arguments)
+    return Call(name, value() if 0.45 < kind < 0.5 else arguments)
 
 
-@needs_bfcl
-def test_bfcl_hostile_calls(steady):
-    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a documented function of the task."""
-    rng, tasks, before = random.Random(1), bfcl.load_tasks(part="all"), fuzz.official_data()
-    slowest, ran = (0, None), 0
+HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "root",
+                 "draw", "_generate_id", "_set_card_balance", "eval", "exec", "os.system", "GorillaFileSystem.cd",
+                 "cd;ls", "cd(", "", " cd", "CD", "self", "revision", "get", "x" * 10**5, "Files.move_file", "\ud800"]
+HOSTILE_VALUES = [
+    None, True, -1, 0, 10**17, 10**400, -10**400, 10**5000, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a", "..",
+    "/", "\0", "../../etc/passwd", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "__class__",
+    "sort (x)", [], {}, "2024-01-01", [[]], [1] * 900, [1] * 10**5, ["a"] * 50, {"a": 1}, {1: 2}, {"title": {"x": []}},
+    nested(12), nested(), {"a": nested()}, circle(), [math.nan], (1, 2), {"status": 5}, {1, 2}, b"x", object(), 3 + 4j,
+    print, [None, "a", 2.5], ask("cd"), -300, 300, 99, "driver", ["driver"], "economy", 12345, {None: 1}, {(1, 2): 3},
+    7, 2.0, "ann", "report", "acme"]
+NO_CALLS = [None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(), Call({}, {}),
+            {}, Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5),
+            CallError(10**5000), Call(math.nan, {}), Call("drive_to", nested()), Call("drive_to", circle())]
+
+
+@pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
+def test_step_survives_hostile_calls(env, steady):
+    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a tool of the task that binds;
+    and then exactly what the same call changes again."""
+    rng, ran, slowest, sim = random.Random(1), 0, (0, None), env == "sim"
+    tasks, before = (sim_tasks(80), None) if sim else (bfcl_tasks(), fuzz.official_data())
+    table = ({name: list(tool.parameters) for name, tool in TABLE.items()} if sim else
+             {name: list(function.signature.parameters)[1:] for name, function in bfcl._table().items()})
     for _ in range(300):
         task = rng.choice(tasks)
-        episode, state = task.episode(), None
+        episode, again, state = task.episode(), task.episode(), None
         for _ in range(20):
-            call = hostile(task, rng)
+            call = hostile(rng, table, task.offered)
             state, done = state or episode.state(), len(episode.calls)
             begin = time.thread_time()
-            result, = episode.step([call])
-            slowest = max(slowest, (time.thread_time() - begin, repr(call)[:200]))
-            assert isinstance(result, str) and len(result) <= bfcl.MAX_RESULT
+            result, = episode.step(call if rng.random() < 0.1 else [call])
+            slowest = max(slowest, (time.thread_time() - begin, len(episode.calls)))
+            assert isinstance(result, str) and len(result) <= (600 if sim else bfcl.MAX_RESULT)
             result.encode()                             # no half characters
             if len(episode.calls) == done:              # refused
                 assert set(json.loads(result)) == {"error"} and episode.state() == state
             else:
+                assert call.name in task.offered + flat(task.withheld.values())
+                assert episode.bind(call) == episode.calls[-1]
+                assert not sim or TABLE[call.name].writes or episode.state() == state
+                assert again.step(episode.calls[-1:]) == [result]
                 ran, state = ran + 1, None
-                assert call.name in task.offered and not call.name.startswith("_")
             if rng.random() < 0.1:
                 episode.next_turn()
-        assert isinstance(bfcl.official_verdict(episode), bool)
-    print(f"\n{ran} of 6000 hostile calls ran; slowest {slowest[0] * 1000:.1f} ms: {slowest[1][:100]}")
-    assert ran > 1000 and slowest[0] < 0.1, slowest
-    assert fuzz.official_data() == before
+                again.next_turn()
+        json.dumps([episode.messages, episode.state()] if sim else episode.messages, allow_nan=False)
+        assert reward.same(episode.state(), again.state()) or episode.broken
+        assert reward.trajectory_reward(episode).total == 0 and (sim or not bfcl.official_verdict(episode))
+    assert ran > (200 if sim else 1000) and slowest[0] < 0.1, (ran, slowest)
+    assert sim or fuzz.official_data() == before
 
 
 @needs_bfcl
-def test_bfcl_math_is_bounded_and_keeps_no_precision(steady):
+def test_bfcl_math_is_bounded_and_keeps_no_precision():
     import mpmath
-    episode = bfcl_with("MathAPI").episode()
-    begin, precision = time.thread_time(), (decimal.getcontext().prec, mpmath.mp.dps)
-    for name, arguments in [("power", {"base": 9, "exponent": 10 ** 9}), ("power", {"base": 2.0, "exponent": -1e9}),
-                            ("power", {"base": 10 ** 17, "exponent": 10 ** 17}),
-                            ("logarithm", {"value": 7, "base": 3, "precision": 10 ** 7}),
-                            ("square_root", {"number": 2, "precision": 10 ** 7}),
-                            ("logarithm", {"value": 7, "base": 3, "precision": "200000"}),     # mpmath reads texts as well
-                            ("logarithm", {"value": "1e3000000", "base": 3, "precision": 5}),
-                            ("logarithm", {"value": 7, "base": "1e3000000", "precision": 5}),
-                            ("round_number", {"number": 5, "decimal_places": -10 ** 9})]:
-        result, = episode.step([Call(name, arguments)])
-        assert "beyond" in json.loads(result)["error"], (name, result)
-    assert time.thread_time() - begin < 0.1 and episode.calls == []
-    results = episode.step([Call("square_root", {"number": 2, "precision": 60}),
-                            Call("power", {"base": 2, "exponent": 10}),
-                            Call("logarithm", {"value": 8, "base": 2, "precision": 50})])
+    episode, begin = bfcl_with("MathAPI").episode(), time.thread_time()
+    for call in (ask("power", base=9, exponent=10**9), ask("power", base=2.0, exponent=-1e9),
+                 ask("power", base=10**17, exponent=10**17), ask("logarithm", value=7, base=3, precision=10**7),
+                 ask("square_root", number=2, precision=10**7), ask("round_number", number=5, decimal_places=-10**9),
+                 ask("logarithm", value=7, base=3, precision="200000"),     # mpmath reads texts as well
+                 ask("logarithm", value="1e3000000", base=3, precision=5),
+                 ask("logarithm", value=7, base="1e3000000", precision=5)):
+        assert "beyond" in told(episode, call)[0]["error"], call
+    assert episode.calls == [] and time.thread_time() - begin < 0.5
+    results = episode.step([ask("square_root", number=2, precision=60), ask("power", base=2, exponent=10),
+                            ask("logarithm", value=8, base=2, precision=50)])
     assert "1.41421356237309504880168872420969807856967187537694807317668" in results[0]
     assert results[1] == '{"result": 1024}' and "3.0" in results[2]
-    assert (decimal.getcontext().prec, mpmath.mp.dps) == precision == (28, 15)
-    for number in (math.nan, math.inf, -math.inf, 10 ** 19, -1e19):
-        assert episode.bind(Call("add", {"a": number, "b": 1})) is None
+    assert (decimal.getcontext().prec, mpmath.mp.dps) == (28, 15), "the process's own precision"
+    assert not any(episode.bind(ask("add", a=number, b=1)) for number in (math.nan, math.inf, -math.inf, 10**19, -1e19))
 
 
 @needs_bfcl
 def test_bfcl_results_have_an_end_and_so_has_the_dialogue():
     episode = bfcl_with("GorillaFileSystem").episode()
-    for i in range(12):
-        result, = episode.step([Call("touch", {"file_name": f"{i}" + "n" * 9000})])
-        assert result == "None"
-    assert "100000 characters" in json.loads(*episode.step([Call("ls", {})]))["error"]
-    deep = []
-    for _ in range(5000):
-        deep = [deep]
-    assert "nested" in json.loads(*episode.step([Call("ls", {"a": deep})]))["error"]
-    assert json.loads(*episode.step([CallError("no such thing")])) == {"error": "no such thing"}
-    results = episode.step([Call("pwd", {})] * 70)
+    assert episode.step([ask("touch", file_name=f"{i}" + "n" * 9000) for i in range(12)]) == ["None"] * 12
+    for says, call in {"100000 char": ask("ls"), "nested": ask("ls", a=nested()), "no": CallError("no")}.items():
+        assert says in told(episode, call)[0]["error"]
+    results = episode.step([ask("pwd")] * 70)
     assert len(results) == 70 and "error" not in results[63] and "more than 64" in json.loads(results[64])["error"]
     while episode.next_turn():
         pass
     ran = len(episode.calls)
-    assert "over" in json.loads(*episode.step([Call("pwd", {})]))["error"] and len(episode.calls) == ran
+    assert "over" in told(episode, ask("pwd"))[0]["error"] and len(episode.calls) == ran
     assert episode.step([]) == [] and episode.next_turn() is None
 
 
-@needs_bfcl
-def test_bfcl_file_system_cannot_be_made_endless(steady):
-    """The official cp puts a folder into itself; `find` would then walk forever. Such an episode is lost, but ends."""
-    task = bfcl_task("base_0")
-    loop = task.episode()
-    loop.step([Call("mkdir", {"dir_name": "a"}), Call("cp", {"source": "a", "destination": "a"})])
-    assert task.id == "multi_turn_base_0" and "cp" not in task.offered      # excluded in this task
-    assert not loop.broken and loop.calls[-1].name == "mkdir"
-    task = dataclasses.replace(task, offered=task.offered + ["cp"])
-    grow = [Call("mkdir", {"dir_name": "a"})] + [Call("cp", {"source": "a", "destination": "a"}), Call("find", {})] * 3
-    deep = [call for i in range(80) for call in (Call("mkdir", {"dir_name": "d"}), Call("cd", {"folder": "d"}))]
-    wide = [Call("mkdir", {"dir_name": "a0"})] + [call for i in range(40) for call in (
-        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
-        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}),
-        Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
-    for calls in (grow, deep, wide):
-        episode = task.episode()
-        for call in calls:
-            begin = time.thread_time()
-            episode.step([call])
-            assert time.thread_time() - begin < 0.1
-        for _ in task.turns:
-            episode.next_turn()
-        assert episode.broken and episode.state() != episode.state()
-        assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
+def doubling(times):
+    """Calls by which the folder a0 goes into a1 twice, a1 into a2 twice, and so on."""
+    return [ask("mkdir", dir_name="a0")] + [call for i in range(times) for call in (
+        ask("cp", source=f"a{i}", destination=f"b{i}"), ask("mkdir", dir_name=f"a{i + 1}"),
+        ask("mv", source=f"a{i}", destination=f"a{i + 1}"), ask("mv", source=f"b{i}", destination=f"a{i + 1}"))]
+
+
+def descent(times, name):
+    return [ask("mkdir", dir_name=name), ask("cd", folder=name)] * times
+
+
+FIND, LOOP, TOP = ask("find"), ask("cp", source="a", destination="a"), ask("cd", folder="/")
+# A folder within itself, which the official cp makes: `find` would walk forever. A deep one, a wide one, a gigabyte of
+# paths. 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads.
+ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": descent(80, "d"), "wide": doubling(40),
+           "long names": [*descent(50, "n" * 9000), *doubling(7), FIND, TOP, FIND],
+           "out of the root's reach": [
+               *descent(1, "o"), ask("mkdir", dir_name="k"), TOP, ask("cp", source="o", destination="p"),
+               ask("rm", file_name="o"), *(ask("cd", folder=name) for name in ("p", "k", "..")), *doubling(18), FIND]}
 
 
 @needs_bfcl
-@pytest.mark.parametrize("what", ["long names", "a folder that the root does not reach"])
-def test_bfcl_file_system_cannot_explode(steady, what):
-    """`find` would list a gigabyte of paths, or walk 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads."""
-    task = dataclasses.replace(bfcl_with("GorillaFileSystem"), withheld={}, offered=[
-        name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"])
-    start = [call for i in range(50) for call in (Call("mkdir", {"dir_name": "n" * 9000}), Call("cd", {"folder": "n" * 9000}))]
-    if what != "long names":
-        start = [Call("mkdir", {"dir_name": "o"}), Call("cd", {"folder": "o"}), Call("mkdir", {"dir_name": "k"}), Call("cd", {"folder": "/"}),
-                 Call("cp", {"source": "o", "destination": "p"}), Call("rm", {"file_name": "o"}), Call("cd", {"folder": "p"}),
-                 Call("cd", {"folder": "k"}), Call("cd", {"folder": ".."})]
-    double = [call for i in range(7 if what == "long names" else 18) for call in (
-        Call("cp", {"source": f"a{i}", "destination": f"b{i}"}), Call("mkdir", {"dir_name": f"a{i + 1}"}),
-        Call("mv", {"source": f"a{i}", "destination": f"a{i + 1}"}), Call("mv", {"source": f"b{i}", "destination": f"a{i + 1}"}))]
-    end = [Call("find", {})] + [Call("cd", {"folder": "/"}), Call("find", {})] * (what == "long names")
-    episode = task.episode()
-    for call in start + [Call("mkdir", {"dir_name": "a0"})] + double + end:
-        figures = {}
+@pytest.mark.parametrize("what", ENDLESS)
+def test_bfcl_file_system_cannot_be_made_endless(steady, what):
+    """Such an episode is lost, but ends, within bounds of time and memory."""
+    task, figures = bfcl_with("GorillaFileSystem"), {}
+    table = {name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"}
+    assert "cp" not in task.offered and "no function 'cp'" in told(task.episode(), LOOP)[0]["error"]    # excluded here
+    episode = dataclasses.replace(task, withheld={}, offered=sorted(table)).episode()
+    for call in ENDLESS[what]:
         with fuzz.watching("run", figures):
             episode.step([call])
         assert figures["run"][0] < fuzz.SECONDS and figures["run"][1] < fuzz.MEGABYTES, (call.name, figures)
+    for _ in task.turns:
+        episode.next_turn()
     assert episode.broken and "cycle or too large" in "".join(message["content"] for message in episode.messages)
+    assert episode.state() != episode.state()
+    assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
 
 
 @needs_bfcl
-def test_bfcl_sets_in_error_texts_are_sorted():
+@pytest.mark.parametrize("owner, state, call, says", [
+    ("TravelAPI", {"access_token": "t", "token_expires_in": 9, "credit_card_list": {"c": {"balance": 1}}},
+     ask("book_flight", access_token="t", card_id="c", travel_date="2024-01-01", travel_from="SFO", travel_to="LAX",
+         travel_class="cargo"), "Must be one of {'business', 'economy', 'first'}"),
+    ("TicketAPI", {"ticket_queue": [{"id": 1, "status": "Open"}]},
+     ask("edit_ticket", ticket_id=1, updates=dict.fromkeys("zebra", 1)), "update: a, b, e, r, z")])
+def test_bfcl_sets_in_error_texts_are_sorted(owner, state, call, says):
     """Two official errors list a set: in hash order, which PYTHONHASHSEED changes, unless we sort what they list."""
-    for owner, name, arguments, text in (
-            ("TravelAPI", "book_flight", {"access_token": "t", "card_id": "c", "travel_date": "2024-01-01", "travel_from": "SFO",
-                                          "travel_to": "LAX", "travel_class": "cargo"}, "Must be one of {'business', 'economy', 'first'}"),
-            ("TicketAPI", "edit_ticket", {"ticket_id": 1, "updates": {key: 1 for key in "zebra"}}, "update: a, b, e, r, z")):
-        task = dataclasses.replace(bfcl_with(owner), withheld={}, offered=[name])
-        episode = task.episode()
-        if owner == "TravelAPI":
-            episode.objects[owner].access_token, episode.objects[owner].token_expires_in = "t", 9
-            episode.objects[owner].credit_card_list = {"c": {"balance": 1}}
-        else:
-            episode.objects[owner].ticket_queue = [{"id": 1, "status": "Open"}]
-        assert text in json.loads(*episode.step([Call(name, arguments)]))["error"]
+    episode = bfcl_with(owner, withheld={}, offered=[call.name]).episode()
+    vars(episode.objects[owner]).update(state)
+    assert says in told(episode, call)[0]["error"]
 
 
 @needs_bfcl
 def test_bfcl_text_is_never_rewritten():
-    """The official executor's regular expression turns `sort (x)` within a text into code; neither path of ours does."""
+    """The official executor's regular expression turns `sort (x)` in a text into code; neither path of ours does."""
     text = "first sort (x), then mean(y) \\(z) 'q' \"r\" {s} \n cd('..')"
-    golden = [[Call("touch", {"file_name": "n.txt"}), Call("echo", {"content": text, "file_name": "n.txt"}),
-               Call("cat", {"file_name": "n.txt"})]]
-    task = dataclasses.replace(bfcl_task("base_0"), turns=["Write it."], golden=golden)
-    episode = reward.replay(task)
+    golden = [ask("touch", file_name="n"), ask("echo", content=text, file_name="n"), ask("cat", file_name="n")]
+    episode = reward.replay(bfcl_with("GorillaFileSystem", turns=["Write it."], golden=[golden]))
     assert json.loads(episode.messages[-2]["content"]) == {"file_content": text}
-    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n.txt"]["content"] == text
+    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n"]["content"] == text
     assert bfcl.official_verdict(episode) and reward.trajectory_reward(episode).total == 1
-    call = Call("echo", {"content": text, "file_name": None})
+    call = ask("echo", content=text, file_name=None)
     assert bfcl._parse_golden(bfcl._text(call)) == call and "(" not in bfcl._text(call).removeprefix("echo(")
 
 
@@ -1061,40 +885,34 @@ def test_bfcl_text_is_never_rewritten():
 
 def fitting_call(task, name):
     """A call of the function that binds: the golden one if there is one."""
-    for calls in task.golden:
-        for call in calls:
-            if call.name == name:
-                return call
     fill = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
     parameters = bfcl._table()[name].schema["function"]["parameters"]
-    return Call(name, {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]})
+    made = {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]}
+    return next((call for call in flat(task.golden) if call.name == name), Call(name, made))
 
 
 @needs_bfcl
 def test_bfcl_withheld_functions():
     """Refused before the turn that hands them over, with their schemas, and run from then on."""
-    checked, early = 0, []
-    for task in bfcl.load_tasks(["miss_func"], part="all"):
+    checked, early, said = 0, [], "I have updated some more functions you can choose from. What about now?"
+    for task in bfcl_tasks(categories=["miss_func"]):
         (turn, names), = task.withheld.items()
         early += [(task.id, name) for name in task.early]
         episode = task.episode()
         assert not {tool["function"]["name"] for tool in episode.tools} & set(names) and task.golden[turn - 1] == []
+        assert task.turns[turn] == said
         for now in range(len(task.turns)):
             state = episode.state()
-            for name in set(names) - set(task.early):
-                call = fitting_call(task, name)
-                assert episode.bind(call) is not None
-                result, = episode.step([call])
+            for call in (fitting_call(task, name) for name in set(names) - set(task.early)):
+                bound, (result,) = episode.bind(call), episode.step([call])
                 if now < turn:
-                    assert json.loads(result) == {"error": f"no function {name!r}"} and episode.state() == state
+                    assert json.loads(result) == {"error": f"no function {call.name!r}"} and bound
+                    assert episode.state() == state and episode.calls == []
                 else:
-                    assert episode.calls[-1] == episode.bind(call)
+                    assert episode.calls[-1] == bound
                     checked += 1
-            assert now >= turn or episode.calls == []
             handed = [tool["function"]["name"] for tool in (episode.next_turn() or {}).get("tools", [])]
             assert handed == (names if now + 1 == turn else [])
-            if now + 1 == turn:
-                assert task.turns[turn] == "I have updated some more functions you can choose from. What about now?"
     assert checked > 200 and early == [("multi_turn_miss_func_49", "tail")]
 
 
@@ -1105,7 +923,7 @@ def test_bfcl_schemas():
         inner = [*schema.get("properties", {}).values()] + [schema[key] for key in ("items",) if key in schema]
         return {schema["type"]}.union(*map(types, inner))
     excluded = 0
-    for task in bfcl.load_tasks(part="all"):
+    for task in bfcl_tasks():
         episode = task.episode()
         schemas = list(episode.tools)
         while message := episode.next_turn():
@@ -1116,7 +934,7 @@ def test_bfcl_schemas():
         assert len(task.turns) == len(task.golden) and all(tool["type"] == "function" for tool in schemas)
         documented = {name for name, function in bfcl._table().items() if function.owner.__name__ in task.classes}
         excluded += len(documented - set(parameters))
-        for call in (call for calls in task.golden for call in calls):
+        for call in flat(task.golden):
             schema = parameters[call.name]
             assert set(schema["required"]) <= set(call.arguments) <= set(schema["properties"])
         for schema in parameters.values():
@@ -1124,52 +942,48 @@ def test_bfcl_schemas():
             assert types(schema) <= {"object", "string", "number", "integer", "boolean", "array"}
         assert (task.category == "miss_func") == bool(task.withheld)
     assert excluded == 4 * 18
-    assert bfcl_task("base_0").episode().bind(Call("tail", {"file_name": "a"})) == Call("tail", {"file_name": "a", "lines": 10})
+    bound = bfcl_with("GorillaFileSystem").episode().bind(ask("tail", file_name="a"))
+    assert bound == ask("tail", file_name="a", lines=10)
 
 
 # ---- splits ----
 
+BFCL_PARTS = ("train", "validation", "test")
+
+
 @needs_bfcl
 def test_bfcl_scenario_split_is_clean():
-    for seed, sizes in enumerate([(636, 80, 84), (640, 80, 80)]):
-        parts = {part: bfcl.load_tasks(part=part, seed=seed) for part in ("train", "validation", "test")}
-        assert tuple(len(tasks) for tasks in parts.values()) == sizes
-        scenarios = [{task.scenario for task in tasks} for tasks in parts.values()]
-        assert sum(map(len, scenarios)) == len(set.union(*scenarios)) == 200
-        assert set(collections.Counter(task.scenario for tasks in parts.values() for task in tasks).values()) == {4}
-        base = bfcl.load_tasks(["base"], part="test", seed=seed)
-        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == sizes[2] / 4
-    assert bfcl.load_tasks(part="test") == bfcl.load_tasks(part="test") != bfcl.load_tasks(part="test", seed=1)
-
-
-@needs_bfcl
-def test_bfcl_scenarios_with_equal_answers_share_a_side():
-    """Whatever the seed; a pair goes where the first of it falls, all others stay where the shuffle puts them."""
-    tasks, pairs, apart = bfcl.load_tasks(part="all"), [{"107", "136"}, {"120", "124"}], 0
+    """The four variants of a scenario stay together, and so do scenarios with equal answers, whatever the seed: a pair
+    goes where the first of it falls, all others stay where the shuffle puts them."""
+    pairs, apart = [{"107", "136"}, {"120", "124"}], 0
     for seed in range(12):
-        keys = sorted({task.scenario for task in tasks})
-        random.Random(seed).shuffle(keys)
-        shuffled = dict(zip(keys, ["test"] * 20 + ["validation"] * 20 + ["train"] * 160))
-        side = {task.scenario: part for part in ("train", "validation", "test")
-                for task in bfcl.load_tasks(part=part, seed=seed)}
-        sides = collections.defaultdict(set)
-        for task in tasks:
-            sides[bfcl.answer(task)].add(side[task.scenario])
+        parts = {part: bfcl_tasks(part, seed=seed) for part in BFCL_PARTS}
+        sizes = tuple(map(len, parts.values()))
+        assert sum(sizes) == 800 and sizes == {0: (636, 80, 84), 1: (640, 80, 80)}.get(seed, sizes)
+        base = bfcl_tasks("test", categories=["base"], seed=seed)
+        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == sizes[2] / 4
+        side, sides = {}, collections.defaultdict(set)
+        for part, tasks in parts.items():
+            for task in tasks:
+                assert side.setdefault(task.scenario, part) == part
+                sides[bfcl.answer(task)].add(part)
         assert all(len(found) == 1 for found in sides.values()), seed
+        keys = sorted(side)
+        random.Random(seed).shuffle(keys)
+        shuffled = dict(zip(keys, ["test"] * 20 + ["validation"] * 20 + ["train"] * 160, strict=True))
         moved = {key for key in keys if side[key] != shuffled[key]}
         for pair in pairs:
             first = min(pair, key=keys.index)
             assert {side[key] for key in pair} == {shuffled[first]} and first not in moved
-        apart += len(moved)
         assert moved <= set.union(*pairs)
+        apart += len(moved)
     assert apart > 2, "without any pair that the shuffle parts this shows nothing"
 
 
 @needs_bfcl
 def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
     """a and b have an answer in common, so have c and d, and b and c in others: the four are one, e is alone."""
-    call = lambda text: [[Call("echo", {"content": text})]]     # noqa: E731
-    tasks = tuple(dataclasses.replace(bfcl_task("base_0"), scenario=scenario, golden=call(text))
+    tasks = tuple(bfcl_with(scenario=scenario, golden=[[ask("echo", content=text)]])
                   for scenario, text in zip("abcdbe", "112223"))
     monkeypatch.setattr(bfcl, "_all_tasks", lambda: tasks)
     assert bfcl._kin.__wrapped__() == {**dict.fromkeys("abcd", set("abcd")), "e": {"e"}}
@@ -1178,21 +992,16 @@ def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
 @needs_bfcl
 def test_bfcl_random_split_leaks():
     """80 test tasks as in the paper; nearly all of their golden call sequences stand in the training tasks."""
-    def sequence(task):
-        return repr([call for calls in task.golden for call in calls])
-    leak = {}
-    for split in ("random", "scenario"):
-        train, validation, test = (bfcl.load_tasks(split=split, part=part) for part in ("train", "validation", "test"))
-        assert (len(train), len(validation), len(test)) == ((640, 80, 80) if split == "random" else (636, 80, 84))
-        assert len({task.id for task in train + validation + test}) == 800
-        known = {sequence(task) for task in train}
-        leak[split] = sum(sequence(task) in known for task in test) / len(test)
-    print("\nshare of test tasks whose golden calls stand in training:", leak)
-    assert leak["random"] > 0.9 and leak["scenario"] == 0
+    for split, sizes in (("random", (640, 80, 80)), ("scenario", (636, 80, 84))):
+        train, validation, test = parts = [bfcl_tasks(part, split=split) for part in BFCL_PARTS]
+        assert tuple(map(len, parts)) == sizes and len({task.id for task in flat(parts)}) == 800
+        known = {repr(flat(task.golden)) for task in train}
+        leak = sum(repr(flat(task.golden)) in known for task in test) / len(test)
+        assert leak > 0.9 if split == "random" else leak == 0
 
 
 @needs_bfcl
-@pytest.mark.parametrize("bad", [{"split": "paper"}, {"part": "dev"}, {"categories": ["single"]}, {"categories": "base"}])
+@pytest.mark.parametrize("bad", [{"split": "paper"}, {"part": "dev"}, {"categories": ["one"]}, {"categories": "base"}])
 def test_bfcl_bad_values(bad):
     with pytest.raises(ValueError, match="^unknown .* choose from [^\n]*$"):
         bfcl.load_tasks(**bad)
@@ -1202,9 +1011,13 @@ def test_bfcl_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "bfcl_eval", None)
     monkeypatch.setattr(bfcl, "_all_tasks", bfcl._all_tasks.__wrapped__)
     assert "missing: pip install --no-deps bfcl-eval==2026.3.23" in stumble(monkeypatch, capsys, bfcl)
+    monkeypatch.setattr(bfcl.importlib.util, "find_spec", lambda name: None)
+    for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks):
+        with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
+            use()
 
 
-@pytest.mark.parametrize("module", [envs, bfcl])
+@pytest.mark.parametrize("module", [simulator, bfcl])
 def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
@@ -1215,13 +1028,6 @@ def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
     assert "unrecognized arguments: --bogus" in stumble(monkeypatch, capsys, module, "--bogus")
 
 
-def test_bfcl_missing_package(monkeypatch):
-    monkeypatch.setattr(bfcl.importlib.util, "find_spec", lambda name: None)
-    for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks.__wrapped__):
-        with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
-            use()
-
-
 # ---- isolation ----
 
 def mutable_parts(value, found=None):
@@ -1230,8 +1036,8 @@ def mutable_parts(value, found=None):
     if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__") and not isinstance(value, type):
         if id(value) not in found:
             found[id(value)] = value
-            inside = value if isinstance(value, (list, set)) else (value if isinstance(value, dict) else vars(value)).values()
-            for inner in inside:
+            inside = value if isinstance(value, (list, set, dict)) else vars(value)
+            for inner in inside.values() if isinstance(inside, dict) else inside:
                 mutable_parts(inner, found)
     return found
 
@@ -1240,17 +1046,17 @@ def mutable_parts(value, found=None):
 def test_bfcl_episodes_share_nothing():
     """Two episodes of a task, interleaved with a spoiler between them, behave as one alone. Sharing would show in
     long_context credit cards, default arguments, random numbers, and the configuration."""
-    rng = random.Random(2)
-    for task in rng.sample(bfcl.load_tasks(part="all"), 150):
+    rng, table = random.Random(2), {name: list(each.signature.parameters)[1:] for name, each in bfcl._table().items()}
+    for task in rng.sample(bfcl_tasks(), 150):
         alone = reward.replay(task)
-        first, second, spoiler = task.episode(), task.episode(), task.episode()
+        first, second, spoiler = episodes = [task.episode() for _ in range(3)]
         assert not mutable_parts(first.objects).keys() & mutable_parts(second.objects).keys()
         for calls in task.golden:
             for call in calls:
                 first.step([call])
-                spoiler.step([hostile(task, rng), call, call])
+                spoiler.step([hostile(rng, table, task.offered), call, call])
                 second.step([call])
-            for episode in (first, second, spoiler):
+            for episode in episodes:
                 episode.next_turn()
         assert first.messages == second.messages == alone.messages
         assert first.state() == second.state() == alone.state()
@@ -1259,9 +1065,9 @@ def test_bfcl_episodes_share_nothing():
 
 @needs_bfcl
 def test_bfcl_states_and_calls_are_copies():
-    for task in bfcl.load_tasks(part="all")[::20]:
+    for task in bfcl_tasks()[::20]:
         episode = task.episode()
-        state, call = episode.state(), Call("post_tweet", {"content": "a", "tags": ["#a"]})
+        state, call = episode.state(), ask("post_tweet", content="a", tags=["#a"])
         kept = copy.deepcopy(state)
         for calls in task.golden:
             episode.step(copy.deepcopy(calls))
@@ -1277,35 +1083,25 @@ def test_bfcl_states_and_calls_are_copies():
 @needs_bfcl
 def test_bfcl_official_globals_do_not_leak():
     """Three known places: cards of long_context, the default lists of post_tweet, and the checker's own instances."""
-    travel = bfcl_with("TravelAPI", category="long_context").episode()
-    other = travel.task.episode()
-    card = next(iter(bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION))
-    balance = other.state()["TravelAPI"]["credit_card_list"][card]["balance"]
-    travel.objects["TravelAPI"]._set_card_balance(card, -1)
-    assert other.state()["TravelAPI"]["credit_card_list"][card]["balance"] == balance
-    assert travel.task.episode().state()["TravelAPI"]["credit_card_list"][card]["balance"] == balance
+    cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
+    before, card, travel = copy.deepcopy(cards), next(iter(cards)), bfcl_with("TravelAPI", category="long_context")
+    balance = lambda episode: episode.state()["TravelAPI"]["credit_card_list"][card]["balance"]     # noqa: E731
+    one, other = travel.episode(), travel.episode()
+    one.objects["TravelAPI"]._set_card_balance(card, -1)
+    assert -1 == balance(one) != balance(other) == balance(travel.episode())
+    insure = ask("purchase_insurance", access_token="t", insurance_type="a", booking_id="7", insurance_cost=5,
+                 card_id=card)
+    task = dataclasses.replace(travel, turns=["Insure me."], golden=[[insure]], initial={"TravelAPI": {
+        "access_token": "t", "token_expires_in": 9, "booking_record": {"7": {}}}})
+    assert bfcl.official_verdict(reward.replay(task)) and cards == before
 
-    golden = [[Call("post_tweet", {"content": "a"}), Call("mention", {"tweet_id": 0, "mentioned_usernames": ["@b"]})]]
-    task = dataclasses.replace(bfcl_with("TwitterAPI"), turns=["Post it."], golden=golden,
-                               initial={"TwitterAPI": {"authenticated": True}})
+    golden = [[ask("post_tweet", content="a"), ask("mention", tweet_id=0, mentioned_usernames=["@b"])]]
+    task = bfcl_with("TwitterAPI", turns=["Post it."], golden=golden, initial={"TwitterAPI": {"authenticated": True}})
     for _ in range(2):
         episode = reward.replay(task)
         assert episode.state()["TwitterAPI"]["tweets"][0]["mentions"] == ["@b"] and bfcl.official_verdict(episode)
-    assert episode.task.episode().bind(Call("post_tweet", {"content": "a"})).arguments["mentions"] == []
+    assert task.episode().bind(ask("post_tweet", content="a")).arguments["mentions"] == []
     assert not [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]
-
-    cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
-    before, login = copy.deepcopy(cards), {"access_token": "t", "token_expires_in": 9, "booking_record": {"7": {}}}
-    insure = Call("purchase_insurance", {"access_token": "t", "insurance_type": "a", "booking_id": "7", "insurance_cost": 5,
-                                         "card_id": card})
-    task = dataclasses.replace(bfcl_with("TravelAPI", category="long_context"), turns=["Insure me."], golden=[[insure]],
-                               initial={"TravelAPI": login})
-    assert bfcl.official_verdict(reward.replay(task)) and cards == before
-
-
-@needs_bfcl
-def test_bfcl_data_is_the_pinned_version():
-    assert bfcl.data_hash() == "aef40196e45ca421"
 
 
 # =====================================================================================================================
