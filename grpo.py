@@ -187,8 +187,8 @@ def update(model, reference, optimizer: Optimizer, rollouts: list[Trajectory], a
     advantages: (N,); weights: (N,), what each of a rollout's tokens counts in the loss (loss_weights of the whole step,
     which is why micro-batches do not change the gradient). prepare makes a micro-batch.
     """
-    used = [i for i, r in enumerate(rollouts) if r.sampled and weights[i] > 0
-            and (advantages[i] != 0 or o.beta > 0 and not o.skip_flat)]
+    pull = o.beta > 0 and not o.skip_flat                                                # the KL of flat groups counts
+    used = [i for i, r in enumerate(rollouts) if r.sampled and weights[i] > 0 and (advantages[i] != 0 or pull)]
     stats = {"loss": 0.0, "kl": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0,
              "used_rollouts": len(used), "tokens_saved": 0.0, "skipped": 0}
     if not used:
@@ -279,31 +279,34 @@ def train(o: Options, condition, command: list[str], learn=update, pool=None, he
     o.prepare(model, o.seed)                                                             # LoRA, gradient checkpointing
     reference = reference_policy(model) if o.beta > 0 else None                          # frozen
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
-    pool = load_tasks(o, "train", 0, 0) if o.env == "bfcl" and pool is None else pool    # None: fresh tasks every step
+    if pool is None and o.env == "bfcl":
+        pool = load_tasks(o, "train", 0, 0)                                              # None: fresh tasks every step
     held_out = held_out_tasks(o) if held_out is None else held_out
-    first, made, name = pool or pick_tasks(o, None, 0), config_of(o.init), Path(command[1]).name
+    first = pool or pick_tasks(o, None, 0)
     check_prompts(sampler, held_out + first)
+    made, name = config_of(o.init), Path(command[1]).name
     config = run_config(o, name, made.get("builtin", False), made.get("token", "none"), sampler, first[0])
     optimizer = Optimizer(model, o.lr, betas=BETAS)
 
     with (Run(o.out, config, o.resume, o.overwrite, command) as run,
           Keeper(run, model, tokenizer, o.save_every) as keeper):
         measure(keeper, "before", sampler, held_out, o.seed)
-        for step in keeper.steps(o.steps, optimizer, name):
+        for step in keeper.steps(o.steps, optimizer, name):                              # goes on after a stop, saves
             began = time.time()
             tasks = pick_tasks(o, pool, step)                                            # P
             tokens = condition(len(tasks), o.group, (o.seed, step))                      # P lists of G
-            rollouts = sample(sampler, [task for task in tasks for _ in range(o.group)], sum(tokens, []), o.temperature,
-                              (o.seed, 1 + step))                                        # P * G: AAABBB
-            sampled = time.time()
+            repeated = [task for task in tasks for _ in range(o.group)]                  # P * G: AAABBB
+            rollouts = sample(sampler, repeated, sum(tokens, []), o.temperature, (o.seed, 1 + step))
+            halfway = time.time()
             rewards = torch.tensor([r.reward for r in rollouts]).view(-1, o.group)       # (P, G)
-            advantages = group_advantages(rewards) if rewards.isfinite().all() else rewards * math.nan
-            weights = loss_weights(torch.tensor([r.sampled for r in rollouts]), o.norm)  # (P * G,)
+            finite = bool(rewards.isfinite().all())                                      # else the update is left out
+            advantages = group_advantages(rewards) if finite else rewards * math.nan     # (P, G)
+            weights = loss_weights(torch.tensor([r.sampled for r in rollouts]), o.norm)  # (P * G,): of the whole step
             lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
             stats = learn(model, reference, optimizer, rollouts, advantages.flatten(), weights, lr, o)
             now = time.time()
             keeper.log({"step": step + 1, **describe(rollouts, advantages), **stats, "lr": lr,
-                        "sample_seconds": sampled - began, "update_seconds": now - sampled,
+                        "sample_seconds": halfway - began, "update_seconds": now - halfway,
                         "tok_s": sum(len(r.ids) for r in rollouts) / (now - began)},
                        *({"step": step + 1, "group": i // o.group, "advantage": float(a), **record(r)}
                          for i, (r, a) in enumerate(zip(rollouts, advantages.flatten()))))

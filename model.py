@@ -41,7 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lora import add_adapters, merged_state
 from run import UserError, option, require, require_package
-from tokens import HIGH, LOW
+from tokens import REWARD_TOKENS
 
 HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
 STEP_CHUNK = 2 ** 27       # weights whose fp32 gradients exist at one time
@@ -85,25 +85,27 @@ def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: in
 
 
 def add_reward_tokens(model, tokenizer):
-    """Give both reward tokens one id and one embedding row each. Does nothing where they are there already.
+    """Give every token of REWARD_TOKENS an id and an embedding row. Does nothing where they are there already.
 
     Rows only grow: a matrix padded beyond the tokenizer keeps its size, and where the new ids already have a (padding)
     row, that row is used. The start of a row is deterministic: the mean of all rows plus or minus one standard deviation in
     fixed pseudo-random directions, the same in every process. In an untied head the rows are never used (banned).
     Raises UserError if a reward token is already an ordinary token of this model.
     """
-    known = tokenizer.get_added_vocab()
-    for token in (HIGH, LOW):
+    known, tokens = tokenizer.get_added_vocab(), list(REWARD_TOKENS.values())
+    for token in tokens:
         if token in tokenizer.get_vocab() and not (token in known and tokenizer.added_tokens_decoder[known[token]].special):
             raise UserError(f"this model's tokenizer already uses {token} as an ordinary token; choose another model")
     if getattr(model.config, "reward_token_ids", None):
-        if [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)] != list(model.config.reward_token_ids):
-            raise UserError("the checkpoint's reward tokens and its tokenizer do not belong together; make it again with sft.py")
+        if [tokenizer.convert_tokens_to_ids(token) for token in tokens] != list(model.config.reward_token_ids):
+            raise UserError("the checkpoint has other reward tokens than tokens.REWARD_TOKENS, or another model's "
+                            "tokenizer; make it again with sft.py")
         return
-    if HIGH in known or LOW in known:
-        raise UserError(f"this model already has a special token {HIGH} or {LOW} that RC-GRPO did not make; choose another model")
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (HIGH, LOW)], special_tokens=True)
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)]
+    if any(token in known for token in tokens):
+        raise UserError(f"this model already has a special token {' or '.join(tokens)} that RC-GRPO did not make; "
+                        "choose another model")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
     old_rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= old_rows:
         model.resize_token_embeddings(max(ids) + 1, mean_resizing=False)

@@ -251,7 +251,8 @@ def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, 
     success on; by default test tasks.
     """
     claim(o.out, o.resume, o.overwrite, o.model)                                         # before all that takes long
-    device, tasks = o.torch_device(), load_tasks(o, "train", o.demos, seed=o.seed)
+    device = o.torch_device()
+    tasks = load_tasks(o, "train", o.demos, seed=o.seed)
     held_out = held_out_tasks(o) if held_out is None else held_out
     if o.model == "builtin":
         from builtin import pretrained                                                   # which learns by fit(), too
@@ -265,7 +266,8 @@ def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, 
         tokenizer.init_kwargs["tool_schemas"] = o.schemas                                # part of the checkpoint
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     check_prompts(sampler, held_out)
-    examples, limit = make_data(o, sampler.renderer, tasks, sampler), model.config.max_position_embeddings
+    examples = make_data(o, sampler.renderer, tasks, sampler)                            # each under its reward token
+    limit = model.config.max_position_embeddings
     kept = [t for t in examples if len(t.ids) <= limit and t.sampled]
     if len(kept) < len(examples):
         print(f"dropped {len(examples) - len(kept)} of {len(examples)} trajectories: longer than {limit} tokens")

@@ -163,22 +163,6 @@ def test_sim_damaged_replays_are_not_rewarded():
         assert sim_play(task, task.golden[:-1]).total == 0, "unfinished"
 
 
-def test_sim_further_reads_cost_nothing():
-    rng, reads = random.Random(1), [name for name in TABLE if not TABLE[name].writes]
-    for task in sim_tasks(80):
-        episode = sim_open(task)
-        episode.task = task
-        for calls in task.golden:
-            for call in calls + [None]:
-                before = episode.state()
-                for name in rng.sample(reads, 4):
-                    episode.step([Call(name, sim_arguments(rng, name, episode.objects)), Call(name, {"x": 1})])
-                assert episode.state() == before
-                episode.step([call] if call else [])
-            episode.next_turn()
-        assert reward.trajectory_reward(episode) == (1, 1, 1)
-
-
 def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
     """A read changes nothing; an accepted write bumps the revision of its API, also repeated; a refusal nothing."""
     rng, seen = random.Random(2), collections.Counter()
@@ -242,71 +226,18 @@ def test_envs_the_example_of_a_new_environment_runs():
 
 
 def test_sim_bind():
-    episode = sim_tasks(1)[0].episode()
-    bind = lambda name, **arguments: episode.bind(ask(name, **arguments))     # noqa: E731
-    assert bind("open_ticket", topic="lamp") == ask("open_ticket", topic="lamp", level="low")
-    flight = bind("book_flight", goal="rome", start="oslo").arguments
+    """Defaults filled in, in the signature's order; a copy; nothing unknown or missing; a true is no number."""
+    bind, guests = sim_tasks(1)[0].episode().bind, ["ann"]
+    assert bind(ask("open_ticket", topic="lamp")) == ask("open_ticket", topic="lamp", level="low")
+    flight = bind(ask("book_flight", goal="rome", start="oslo")).arguments
     assert list(flight.items()) == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
-    for value in (3, 3.0):
-        assert type(bind("add_funds", amount=value).arguments["amount"]) is int
-        assert type(bind("set_heat", degrees=value).arguments["degrees"]) is int
-    assert bind("set_heat", degrees=2.5) and bind("drive_to", city="a" * 500)
-    for name, key, values in (
-            ("add_funds", "amount", (True, "3", 2.5, math.inf, -math.inf, math.nan, 10**9 + 1, 10**400, None)),
-            ("invite_guests", "guests",
-             ("ann", [1], ["ann", None], [["ann"]], ["ann"] * 21, ["a" * 501], {"ann": 1}, ("ann",))),
-            ("set_alarm", "on", (1, 0, "true", None)), ("drive_to", "city", ("a" * 501,)),
-            ("drive_to", "town", ("a",))):
-        rest = {"invite_guests": {"event": 1}, "set_alarm": {"hour": 1}}.get(name, {})
-        assert [value for value in values if bind(name, **rest, **{key: value})] == []
-    assert bind("drive_to") is None and bind("drive_to", city="rome", speed=1) is None and bind("fly") is None
-    guests = ["ann"]
-    bound = bind("invite_guests", event=1, guests=guests)
+    bound = bind(ask("invite_guests", event=1, guests=guests))
     guests.append("bob")
     assert bound.arguments["guests"] == ["ann"]
-
-
-SIM_NAMES = ["__class__", "__init__", "draw", "revision", "get", "", "x" * 10**5, "os.system", None, 7, [], {},
-             math.nan, ("drive_to",), "drive_to ", "Files.move_file", "\ud800", "\0"]
-SIM_VALUES = [math.nan, math.inf, -1, 10**30, 10**5000, "a" * 10**5, "\ud800", "__class__", None, True, [], {},
-              {1: 2}, nested(), [math.nan], {"a": nested()}, "'; drop", b"x", object(), {1}, lambda: 1, 1j, 2.5]
-SIM_ARGUMENTS = [{}, "x", [1], None, 7, math.nan, {1: 2}, {None: 1}, {(1, 2): 3}, {"__class__": 1}, {"self": 1},
-                 nested(), circle()]
-
-
-def sim_hostile(rng):
-    """One thing that step could be given in place of a good call."""
-    names, any_name = list(TABLE), rng.choice(list(TABLE) + SIM_NAMES)
-    fitting = [Call(name, {key: rng.choice(SIM_VALUES) for key in TABLE[name].parameters})
-               for name in rng.sample(names, 6)]
-    return rng.choice([
-        Call(any_name, rng.choice(SIM_ARGUMENTS)), CallError("unreadable " * 200), CallError(10**5000), None, 7, "x",
-        [], {}, (), ("drive_to", {"city": "rome"}), object(), Call(any_name, {"city": rng.choice(SIM_VALUES)}),
-        Call(rng.choice(names), rng.choice(SIM_VALUES)), *fitting])
-
-
-def test_sim_step_survives_anything():
-    rng, tasks, changes = random.Random(3), sim_tasks(8), 0
-    for trial in range(480):
-        episode = sim_open(tasks[trial // 60]) if trial % 60 == 0 else episode
-        before, ran = episode.state(), len(episode.calls)
-        given = rng.choice([sim_hostile(rng), [sim_hostile(rng) for _ in range(rng.randint(0, 3))]])
-        results = episode.step(given)
-        assert len(results) == (len(given) if isinstance(given, list) else 1)
-        assert all(isinstance(json.loads(result), dict) and len(result) <= 600 for result in results)
-        new, after = episode.calls[ran:], episode.state()
-        assert all(episode.bind(call) == call for call in new)
-        assert new or after == before and all("error" in json.loads(result) for result in results)
-        if after != before:     # only through a call that bound, and then exactly as replaying that call does
-            assert any(TABLE[call.name].writes for call in new)
-            changes += 1
-        json.dumps([episode.messages, after], allow_nan=False)
-        assert reward.trajectory_reward(episode).total == 0
-        episode.bind(sim_hostile(rng))
-    again = sim_open(tasks[7])
-    for call in episode.calls:
-        again.step([call])
-    assert changes and again.state() == episode.state()
+    for call in (ask("drive_to"), ask("drive_to", city="rome", speed=1), ask("drive_to", town="rome"), ask("fly"),
+                 ask("add_funds", amount=True), ask("add_funds", amount=2.5), ask("set_alarm", hour=1, on=1),
+                 ask("invite_guests", event=1, guests=("ann",))):
+        assert bind(call) is None, call
 
 
 def sim_of(clutter=0, **functions):
@@ -377,19 +308,20 @@ class Level(enum.Enum):
     LOW, HIGH, THREE = "low", "high", 3
 
 
-BAD_NUMBERS = (True, "3", math.nan, math.inf, 10**10, [], {}, object())
+BAD_NUMBERS = (True, "3", math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, [], {}, object())
 
 
 @pytest.mark.parametrize("kind, taken, refused", [
     (int, {3: 3, 3.0: 3}, (None, 2.5, *BAD_NUMBERS)),
     (float, {3.0: 3, 2.5: 2.5}, (None, *BAD_NUMBERS)),
     (bool, {True: True}, (1, 0, "true", None)),
+    (str, {"a" * 500: "a" * 500}, ("a" * 501, 1, None)),
     (Optional[str], {"a": "a", None: None}, (1, ["a"], "a" * 501, False)),
     (str | None, {"a": "a", None: None}, (1, ["a"], "a" * 501, {})),
     (int | str, {3.0: 3, "3": "3"}, (2.5, True, None)),
     (Union[list[int], dict[str, str]], {"[1.0]": [1], '{"a": "b"}': {"a": "b"}}, ([1.5], {"a": 1}, "a")),
     (list[int], {"[1.0, 2]": [1, 2], "[]": []}, ([True], ["1"], [None], [1] * 21, "12", None, {"a": 1})),
-    (list[str], {'["a"]': ["a"]}, (["a", 1], ["a" * 501], "a")),
+    (list[str], {'["a"]': ["a"]}, (["a", 1], ["a", None], [["a"]], ["a" * 501], ("a",), "a")),
     (list[list[int]], {"[[1], [2.0]]": [[1], [2]]}, ([1], [[1.5]])),
     (list, {'[1.0, "a", null, {"b": [true]}]': [1, "a", None, {"b": [True]}]},
      ("a", [math.nan], [1] * 21, [object()], [{1: 2}])),
@@ -548,7 +480,7 @@ def test_sim_parts_are_disjoint():
     for sizes in ({}, {"turns": (1, 1), "calls": (1, 1)}):
         held = {part: {repr([bind(call) for call in flat(task.golden)]) for seed in range(2)
                        for task in sim_tasks(n, seed, part=part, categories=("base",), **sizes)}
-                for part, n in (("train", 1500), ("validation", 300), ("test", 300))}
+                for part, n in (("train", 1000), ("validation", 200), ("test", 200))}
         assert all(held.values()) and sum(map(len, held.values())) == len(set.union(*held.values()))
     rng = random.Random(0)
     parts = collections.Counter(simulator.part_of(simulator.draw_scenario(rng, (1, 2), (1, 2))[2]) for _ in range(2000))
@@ -589,6 +521,7 @@ def test_sim_variants_of_a_scenario():
 
 
 def test_sim_long_context_hides_the_same_values():
+    seen = set()
     for base, long in zip(sim_tasks(60, categories=("base",)), sim_tasks(60, categories=("long_context",), clutter=9)):
         plain, full = reward.replay(base), reward.replay(long)
         assert full.messages == reward.replay(long).messages and full.calls == plain.calls
@@ -597,21 +530,19 @@ def test_sim_long_context_hides_the_same_values():
                 a, b = json.loads(a["content"]), json.loads(b["content"])
                 assert {"before": b["before"], **a, "after": b["after"]} == b
                 assert len(b["before"]) + len(b["after"]) == 9
-    results = {message["content"] for task in sim_tasks(60, categories=("long_context",), turns=(1, 1), calls=(1, 1))
-               for message in reward.replay(task).messages if message["role"] == "tool"}
-    assert len(results) > 50, "clutter differs from call to call"
+                seen.add(repr(b))
+    assert len(seen) > 50, "clutter differs from call to call"
 
 
 def test_sim_sizes_and_offered_tools():
     for turns, calls, tools in (((1, 1), (1, 1), 4), ((1, 2), (1, 2), 8), ((2, 4), (2, 3), 20), ((1, 1), (1, 1), 41)):
-        seen_turns, seen_calls = set(), set()
-        for task in sim_tasks(200, turns=turns, calls=calls, tools=tools, categories=("base", "miss_func")):
-            sizes = [len(wanted) for wanted in task.golden if wanted]
-            seen_turns.add(len(sizes))
-            seen_calls.update(sizes)
+        tasks = sim_tasks(200, turns=turns, calls=calls, tools=tools, categories=("base", "miss_func"))
+        sizes = [[len(wanted) for wanted in task.golden if wanted] for task in tasks]
+        assert {*map(len, sizes)} == {*range(turns[0], turns[1] + 1)}
+        assert {*flat(sizes)} == {*range(calls[0], calls[1] + 1)}
+        for task in tasks:
             assert len(set(task.offered)) == len(task.offered) == tools and len(task.turns) == len(task.golden)
             assert {call.name for call in flat(task.golden)} <= {*task.offered, *flat(task.withheld.values())}
-        assert seen_turns == set(range(turns[0], turns[1] + 1)) and seen_calls == set(range(calls[0], calls[1] + 1))
     tasks = sim_tasks(2000)
     assert {name for task in tasks for name in task.offered} == set(TABLE)
     planned = {name for intent in simulator.INTENTS for name, _ in intent.plan}
@@ -685,13 +616,6 @@ def bfcl_with(*classes, category="base", **changes):
     return dataclasses.replace(task, **changes)
 
 
-def seconds(episode, call):
-    """The result of one call, and the CPU time that it took."""
-    begin = time.thread_time()
-    result, = episode.step([call])
-    return result, time.thread_time() - begin
-
-
 @pytest.fixture
 def steady():
     """No garbage collection within a timed call: among all that torch keeps alive, a single one takes 100 ms."""
@@ -727,16 +651,15 @@ def test_bfcl_golden_is_accepted_by_both():
 
 def rearrange(task, rng):
     """(kind, turns): the golden calls in another order or turn, or with one more. sft.corrupt makes mistakes."""
-    turns = [list(calls) for calls in task.golden]
-    turn = rng.choice([turn for turn, calls in enumerate(turns) if calls])
-    kind = rng.choice(["order", "move", "extra"])
+    turns, kind = [list(calls) for calls in task.golden], rng.choice(["order", "move", "extra"])
+    turn = rng.choice([calls for calls in turns if calls])
     if kind == "order":
-        rng.shuffle(turns[turn])
+        rng.shuffle(turn)
     elif kind == "move":
-        turns[rng.randrange(len(turns))].append(turns[turn].pop(rng.randrange(len(turns[turn]))))
+        rng.choice(turns).append(turn.pop(rng.randrange(len(turn))))
     else:
         free = [name for name in task.offered if not bfcl._table()[name].schema["function"]["parameters"]["required"]]
-        turns[turn].insert(0, Call(rng.choice(free), {}))
+        turn.insert(0, Call(rng.choice(free), {}))
     return kind, turns
 
 
@@ -761,129 +684,117 @@ def official_rules(episode):
         golden.next_turn()
 
 
-def why_they_differ(episode, mine, broken):
-    """The kind of a disagreement."""
-    if mine.total:
-        return broken
-    if not mine.state:
-        return "state changed after the last checked turn"
-    golden = [episode.bind(call) for call in flat(episode.task.golden)]
-    if all(any(reward.covers([call], [wanted]) for call in episode.calls) for wanted in golden):
-        return "a call wanted in two turns, made once"
-    return "same results with other arguments or another tool"
-
-
-# R = 1 and the leaderboard says no: it looks at every turn, R only at the end and at the calls as a whole. A call made
-# one turn late (or early, so that its own turn is empty), or in another order so that its result differs.
-OURS_ONLY = {"nothing called in a turn", "state after a turn", "a result is missing in its turn"}
-# R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a
-# search with another keyword that finds the same, an argument that has no effect; a result that an earlier turn already
-# gave counts again; and nothing is checked after the last turn that has golden calls.
-OFFICIAL_ONLY = {"same results with other arguments or another tool", "a call wanted in two turns, made once",
-                 "state changed after the last checked turn"}
-
-
 @needs_bfcl
 @pytest.mark.parametrize("change, n", [(sft.corrupt, 2000), (rearrange, 500)], ids=["mistakes", "rearranged"])
 def test_bfcl_agreement_with_the_official_checker(change, n):
-    """Our R next to the leaderboard's verdict on changed golden answers: how often they agree, why not otherwise."""
+    """Our R next to the leaderboard's verdict on changed golden answers; the rules above explain every verdict.
+
+    R = 1 and the leaderboard says no: it looks at every turn, R at the end and at the calls as a whole. A call made one
+    turn late (or early, so that its own turn is empty), or in another order so that its result differs.
+    R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a
+    search with another keyword that finds the same, an argument without effect; a result that an earlier turn already
+    gave counts again; and nothing is checked after the last turn that has golden calls.
+    """
     rng, tasks, agree = random.Random(0), bfcl_tasks(), collections.Counter()
     for _ in range(n):
         task = rng.choice(tasks)
         kind, turns = change(task, rng)
         episode = reward.replay(task, turns)
-        mine, official = reward.trajectory_reward(episode), bfcl.official_verdict(episode)
-        broken = official_rules(episode)
-        assert official == (broken is None), (task.id, kind, turns, broken)     # the rules above explain every verdict
-        agree[mine.total, int(official)] += 1
-        if mine.total != official:
-            why = why_they_differ(episode, mine, broken)
-            assert why in (OURS_ONLY if mine.total else OFFICIAL_ONLY), (task.id, kind, turns, why)
+        official, broken = bfcl.official_verdict(episode), official_rules(episode)
+        assert official == (broken is None), (task.id, kind, turns, broken)
+        agree[reward.trajectory_reward(episode).total, int(official)] += 1
     assert agree[0, 0] and agree[1, 1]
     assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.5), agree
 
 
 # ---- hostile input ----
 
-HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "root",
-                 "_generate_id", "_set_card_balance", "eval", "exec", "os.system", "GorillaFileSystem.cd", "cd;ls",
-                 "cd(", "", " cd", "CD", "self"]
-HOSTILE_VALUES = [
-    None, True, -1, 0, 10**17, 10**400, -10**400, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a", "..", "/", "\x00",
-    "../../etc/passwd", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "__class__", "sort (x)", [],
-    {}, "2024-01-01", [[]], [1] * 900, [1] * 10**5, ["a"] * 50, {"a": 1}, {1: 2}, {"title": {"x": []}}, nested(12),
-    (1, 2), {"status": 5}, {1, 2}, b"x", object(), 3 + 4j, print, [None, "a", 2.5], ask("cd"), -300, 300, 99, "driver",
-    ["driver"], "economy", 12345]
-NO_CALLS = [None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(), Call({}, {}),
-            Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5)]
 
-
-def hostile(task, rng):
-    """A call that no honest model makes, or something that is no call at all."""
-    table, kind = bfcl._table(), rng.random()
+def hostile(rng, table, offered):
+    """A call that no honest model makes, or no call at all. table: {name of a tool: names of its parameters}."""
+    kind, name, value = rng.random(), rng.choice(offered), lambda: rng.choice(HOSTILE_VALUES)
     if kind < 0.1:
         return rng.choice(NO_CALLS)
-    if kind < 0.25:
-        return ask(rng.choice(HOSTILE_NAMES), folder=rng.choice(HOSTILE_VALUES))
-    if kind < 0.3:
-        return Call(rng.choice(sorted(table)), {"self": 1, "folder": "x"})
-    name = rng.choice(sorted(table) if kind < 0.35 else task.offered)
-    arguments = {key: rng.choice(HOSTILE_VALUES) for key in list(table[name].signature.parameters)[1:]}
-    if kind < 0.45:
-        arguments[rng.choice(["self", "x", "__class__", "path"])] = rng.choice(HOSTILE_VALUES)
+    if kind < 0.35:
+        name = rng.choice(HOSTILE_NAMES if kind < 0.25 else sorted(table))
+    arguments = {key: value() for key in table.get(name, ["folder"])}
+    if 0.3 < kind < 0.45:
+        arguments[rng.choice(["self", "x", "__class__", "path"])] = value()
     if arguments and kind > 0.9:
         del arguments[rng.choice(sorted(arguments))]
-    return Call(name, arguments)
+    return Call(name, value() if 0.45 < kind < 0.5 else arguments)
 
 
-@needs_bfcl
-def test_bfcl_hostile_calls(steady):
-    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a function of the task."""
-    rng, tasks, before, ran, slowest = random.Random(1), bfcl_tasks(), fuzz.official_data(), 0, (0, None)
+HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "root",
+                 "draw", "_generate_id", "_set_card_balance", "eval", "exec", "os.system", "GorillaFileSystem.cd",
+                 "cd;ls", "cd(", "", " cd", "CD", "self", "revision", "get", "x" * 10**5, "Files.move_file", "\ud800"]
+HOSTILE_VALUES = [
+    None, True, -1, 0, 10**17, 10**400, -10**400, 10**5000, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a", "..",
+    "/", "\0", "../../etc/passwd", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "__class__",
+    "sort (x)", [], {}, "2024-01-01", [[]], [1] * 900, [1] * 10**5, ["a"] * 50, {"a": 1}, {1: 2}, {"title": {"x": []}},
+    nested(12), nested(), {"a": nested()}, circle(), [math.nan], (1, 2), {"status": 5}, {1, 2}, b"x", object(), 3 + 4j,
+    print, [None, "a", 2.5], ask("cd"), -300, 300, 99, "driver", ["driver"], "economy", 12345, {None: 1}, {(1, 2): 3},
+    7, 2.0, "ann", "report", "acme"]
+NO_CALLS = [None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(), Call({}, {}),
+            {}, Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5),
+            CallError(10**5000), Call(math.nan, {}), Call("drive_to", nested()), Call("drive_to", circle())]
+
+
+@pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
+def test_step_survives_hostile_calls(env, steady):
+    """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a tool of the task that binds;
+    and then exactly what the same call changes again."""
+    rng, ran, slowest, sim = random.Random(1), 0, (0, None), env == "sim"
+    tasks, before = (sim_tasks(80), None) if sim else (bfcl_tasks(), fuzz.official_data())
+    table = ({name: list(tool.parameters) for name, tool in TABLE.items()} if sim else
+             {name: list(function.signature.parameters)[1:] for name, function in bfcl._table().items()})
     for _ in range(300):
         task = rng.choice(tasks)
-        episode, state = task.episode(), None
+        episode, again, state = task.episode(), task.episode(), None
         for _ in range(20):
-            call = hostile(task, rng)
+            call = hostile(rng, table, task.offered)
             state, done = state or episode.state(), len(episode.calls)
-            result, took = seconds(episode, call)
-            slowest = max(slowest, (took, repr(call)[:200]))
-            assert isinstance(result, str) and len(result) <= bfcl.MAX_RESULT
+            begin = time.thread_time()
+            result, = episode.step(call if rng.random() < 0.1 else [call])
+            slowest = max(slowest, (time.thread_time() - begin, len(episode.calls)))
+            assert isinstance(result, str) and len(result) <= (600 if sim else bfcl.MAX_RESULT)
             result.encode()                             # no half characters
             if len(episode.calls) == done:              # refused
                 assert set(json.loads(result)) == {"error"} and episode.state() == state
             else:
+                assert call.name in task.offered + flat(task.withheld.values())
+                assert episode.bind(call) == episode.calls[-1]
+                assert not sim or TABLE[call.name].writes or episode.state() == state
+                assert again.step(episode.calls[-1:]) == [result]
                 ran, state = ran + 1, None
-                assert call.name in task.offered and not call.name.startswith("_")
             if rng.random() < 0.1:
                 episode.next_turn()
-        assert isinstance(bfcl.official_verdict(episode), bool)
-    assert ran > 1000 and slowest[0] < 0.1, slowest
-    assert fuzz.official_data() == before
+                again.next_turn()
+        json.dumps([episode.messages, episode.state()] if sim else episode.messages, allow_nan=False)
+        assert reward.same(episode.state(), again.state()) or episode.broken
+        assert reward.trajectory_reward(episode).total == 0 and (sim or not bfcl.official_verdict(episode))
+    assert ran > (200 if sim else 1000) and slowest[0] < 0.1, (ran, slowest)
+    assert sim or fuzz.official_data() == before
 
 
 @needs_bfcl
-def test_bfcl_math_is_bounded_and_keeps_no_precision(steady):
+def test_bfcl_math_is_bounded_and_keeps_no_precision():
     import mpmath
-    episode = bfcl_with("MathAPI").episode()
-    precision = (decimal.getcontext().prec, mpmath.mp.dps)
+    episode, begin = bfcl_with("MathAPI").episode(), time.thread_time()
     for call in (ask("power", base=9, exponent=10**9), ask("power", base=2.0, exponent=-1e9),
                  ask("power", base=10**17, exponent=10**17), ask("logarithm", value=7, base=3, precision=10**7),
-                 ask("square_root", number=2, precision=10**7),
+                 ask("square_root", number=2, precision=10**7), ask("round_number", number=5, decimal_places=-10**9),
                  ask("logarithm", value=7, base=3, precision="200000"),     # mpmath reads texts as well
                  ask("logarithm", value="1e3000000", base=3, precision=5),
-                 ask("logarithm", value=7, base="1e3000000", precision=5),
-                 ask("round_number", number=5, decimal_places=-10**9)):
-        result, took = seconds(episode, call)
-        assert "beyond" in json.loads(result)["error"] and took < 0.1, call
-    assert episode.calls == []
+                 ask("logarithm", value=7, base="1e3000000", precision=5)):
+        assert "beyond" in told(episode, call)[0]["error"], call
+    assert episode.calls == [] and time.thread_time() - begin < 0.5
     results = episode.step([ask("square_root", number=2, precision=60), ask("power", base=2, exponent=10),
                             ask("logarithm", value=8, base=2, precision=50)])
     assert "1.41421356237309504880168872420969807856967187537694807317668" in results[0]
     assert results[1] == '{"result": 1024}' and "3.0" in results[2]
-    assert (decimal.getcontext().prec, mpmath.mp.dps) == precision == (28, 15)
-    for number in (math.nan, math.inf, -math.inf, 10**19, -1e19):
-        assert episode.bind(ask("add", a=number, b=1)) is None
+    assert (decimal.getcontext().prec, mpmath.mp.dps) == (28, 15), "the process's own precision"
+    assert not any(episode.bind(ask("add", a=number, b=1)) for number in (math.nan, math.inf, -math.inf, 10**19, -1e19))
 
 
 @needs_bfcl
@@ -1115,15 +1026,6 @@ def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
     assert "unrecognized arguments: --bogus" in stumble(monkeypatch, capsys, module, "--bogus")
 
 
-def test_bfcl_missing_package(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("bfcl_eval.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "bfcl_eval", None)   # what an import finds where it is not installed
-    for use in (bfcl.data_hash, bfcl._table.__wrapped__, bfcl._all_tasks.__wrapped__):
-        with pytest.raises(ModuleNotFoundError, match="^[^\n]*pip install --no-deps bfcl-eval==2026.3.23$"):
-            use()
-
-
 # ---- isolation ----
 
 def mutable_parts(value, found=None):
@@ -1142,17 +1044,17 @@ def mutable_parts(value, found=None):
 def test_bfcl_episodes_share_nothing():
     """Two episodes of a task, interleaved with a spoiler between them, behave as one alone. Sharing would show in
     long_context credit cards, default arguments, random numbers, and the configuration."""
-    rng = random.Random(2)
+    rng, table = random.Random(2), {name: list(each.signature.parameters)[1:] for name, each in bfcl._table().items()}
     for task in rng.sample(bfcl_tasks(), 150):
         alone = reward.replay(task)
-        first, second, spoiler = (task.episode() for _ in range(3))
+        first, second, spoiler = episodes = [task.episode() for _ in range(3)]
         assert not mutable_parts(first.objects).keys() & mutable_parts(second.objects).keys()
         for calls in task.golden:
             for call in calls:
                 first.step([call])
-                spoiler.step([hostile(task, rng), call, call])
+                spoiler.step([hostile(rng, table, task.offered), call, call])
                 second.step([call])
-            for episode in (first, second, spoiler):
+            for episode in episodes:
                 episode.next_turn()
         assert first.messages == second.messages == alone.messages
         assert first.state() == second.state() == alone.state()
