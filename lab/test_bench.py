@@ -1,4 +1,5 @@
 """bench.py, leak.py and survive.py."""
+import importlib.metadata
 import collections
 import copy
 import dataclasses
@@ -109,7 +110,7 @@ def test_bench_writes_its_files(here, school_run, monkeypatch, capsys):
     found = json.loads(Path("runs/bench/bench.json").read_text())
     assert {row["section"] for row in found["rows"]} == {"decode", "rollouts", "prefix", "growth", "update"}
     assert ["trl: left out" in note for note in found["notes"]] == [True]
-    assert found["machine"]["torch"] == torch.__version__
+    assert found["machine"]["torch"] == importlib.metadata.version("torch")
     for row in found["rows"]:
         assert row["model"] == "built-in" and row["low"] <= row["ours"] <= row["high"] or math.isnan(row["ours"])
         assert not row["ours"] <= 0 and ("peer" in row) == (row["section"] != "update")
