@@ -353,7 +353,8 @@ def attack(env, outputs, seed, tasks=None, only=None):
     """Try `outputs` model outputs on an environment. Returns figures by name; "failures" is [(number of the output, what)]."""
     tasks = tasks or (simulator.make_tasks(400, seed) if env == "sim" else bfcl.load_tasks(part="all"))
     signatures, found = signatures_of(env), {"outputs": 0, "calls": 0, "ran": 0, "slowest": (0, 0), "largest": (0, 0), "failures": []}
-    for task in tasks[::len(tasks) // 200 or 1]:        # what is imported at its first use, such as _strptime, is there from now on
+    some = tqdm(tasks[::len(tasks) // 200 or 1], disable=True)
+    for task in some:                                   # what is imported at its first use, such as _strptime, is there from now on
         replayed = reward.replay(task)
     if env == "bfcl":
         bfcl.official_verdict(replayed)

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import transformers
 
-for name, found, least in (("Python", sys.version, "3.10"), ("torch", torch.__version__, "2.6"),
+for name, found, least in (("Python", sys.version, "3.10"), ("torch", torch.__version__, "2.8"),
                            ("transformers", transformers.__version__, "5.2")):
     if [int(part) for part in re.findall(r"\d+", found)[:2]] < [int(part) for part in least.split(".")]:
         print(f"error: {name} {found.split()[0]} is too old, {least} is the oldest that works", file=sys.stderr)

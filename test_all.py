@@ -2260,7 +2260,8 @@ def test_model_names_that_cannot_be_loaded(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.gguf").write_text("no")
     for name in ("nobody/nothing", str(tmp_path / "empty"), str(tmp_path / "bad.gguf"), str(tmp_path / "none")):
-        with pytest.raises(run.UserError, match=f"^cannot load a model from {re.escape(name)}: [^\n]+$"):
+        missing = "" if importlib.util.find_spec("gguf") or not name.endswith(".gguf") else "|reading a GGUF file needs"
+        with pytest.raises(run.UserError, match=f"^(cannot load a model from {re.escape(name)}: {missing})[^\n]+$"):
             policy.load_policy(name)
 
 
@@ -2911,7 +2912,7 @@ def test_sampler_cold_temperatures():
 
 def biased(model, bias):
     """The model with {token: bias} added to its logits."""
-    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head = torch.nn.Linear(*reversed(model.lm_head.weight.shape))
     head.weight = model.lm_head.weight
     with torch.no_grad():
         head.bias.zero_()
@@ -4101,6 +4102,7 @@ def school_run(tmp_path_factory):
     """The half-learnt tiny policy as a finished run folder of the built-in model."""
     folder = tmp_path_factory.mktemp("school") / "run"
     _, model, tokenizer = school()
+    Sampler(model, tokenizer)                       # has verified it, which the programs need not do again
     policy.save_policy(model, tokenizer, folder / "checkpoint")
     (folder / "config.json").write_text(json.dumps({"builtin": True, "token": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}))
     return str(folder)
@@ -4223,7 +4225,7 @@ def test_cli_oldest_versions(monkeypatch, capsys):
     needs, readme = ((folder / name).read_text(encoding="utf-8") for name in ("requirements.txt", "README.md"))
     spec = importlib.util.spec_from_file_location("run_again", run.__file__)
     for name, owner, attribute, old, least in (
-            ("Python", sys, "version", "3.9.18 (main, Aug 24 2023)", "3.10"), ("torch", torch, "__version__", "2.5.1+cu124", "2.6"),
+            ("Python", sys, "version", "3.9.18 (main, Aug 24 2023)", "3.10"), ("torch", torch, "__version__", "2.7.1+cu126", "2.8"),
             ("transformers", sys.modules["transformers"], "__version__", "5.1.0", "5.2")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, old)
@@ -5253,9 +5255,9 @@ def test_theory_rare_events_are_no_failures(groups, p_high, samples, seed):
 
 
 def test_theory_few_seeds_are_no_failure():
-    """One of these three finds the shortcut by luck."""
-    found = list(theory.remark(theory.Options(seeds=3, seed=8), {}))
-    assert found[0].measured < 0.7 and all(line.holds for line in found)
+    """One of three finds the shortcut by luck; of which seed depends on the last bits of torch."""
+    found = (list(theory.remark(theory.Options(seeds=3, seed=seed), {})) for seed in range(8, 28))
+    assert all(line.holds for line in next(lines for lines in found if lines[0].measured < 0.7))
 
 
 @pytest.mark.parametrize("how", ["iid", "stratified"])
