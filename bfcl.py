@@ -20,7 +20,8 @@ What differs from the leaderboard and from the paper, and why:
 - The function documents are shown without "Note that the provided function is in Python 3 syntax.", which the
   leaderboard adds to each description, and without what the function returns.
 - Episodes share no state: in the official classes long_context credit cards, mutable default arguments and the
-  precision of decimal and mpmath are process-global. Two error texts there list a set in hash order; here they are sorted.
+  precision of decimal and mpmath are process-global. Two error texts there list a set in hash order; here they are
+  sorted.
 - The split is by scenario unless asked otherwise, see load_tasks. Reward: the paper's, see reward.py.
 """
 import ast

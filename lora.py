@@ -2,11 +2,12 @@
 
     y = W x + (alpha / rank) * B A x                     # W (out, in) frozen; A (rank, in); B (out, rank)
 
-A starts at random (uniform, +-1/sqrt(in)), B at zero: at the start the policy equals the base model exactly. The two reward
-rows of the input embedding are trained beside it, as a parameter (2, d) of their own: no gradient of the (V, d) table exists.
+A starts at random (uniform, +-1/sqrt(in)), B at zero: at the start the policy equals the base model exactly. The two
+reward rows of the input embedding are trained beside it, as a parameter (2, d) of their own: no gradient of the (V, d)
+table exists.
 
-Everything hangs on the model's own modules as extra parameters and forward hooks, so no module changes its name. The reference
-policy is the same network inside `base_weights(model)`; a checkpoint is written merged (`merged_state`).
+Everything hangs on the model's own modules as extra parameters and forward hooks, so no module changes its name. The
+reference policy is the same network inside `base_weights(model)`; a checkpoint is written merged (`merged_state`).
 """
 import math
 from contextlib import contextmanager
@@ -35,18 +36,20 @@ def _put_reward_rows(embedding, inputs, output):
 
 
 def add_adapters(model, rank: int, alpha: float, targets: str, seed: int = 0):
-    """Freeze the model; give the linear layers named in `targets` (comma-separated) adapters and the two reward rows a parameter.
+    """Freeze the model; give the linear layers named in `targets` (comma-separated) adapters and the two reward rows a
+    parameter.
 
     Raises UserError for a name that no linear layer of the model has.
     """
-    linears = [(name.split(".")[-1], module) for name, module in model.base_model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [(name.split(".")[-1], module) for name, module in model.base_model.named_modules()
+               if isinstance(module, nn.Linear)]
     known, names = sorted({name for name, _ in linears}), targets.split(",")
     for name in names:
         if name not in known:
             raise UserError(f"--lora_targets: this model has no linear layer {name!r}; it has {', '.join(known)}")
     embedding = model.get_input_embeddings()
     if type(embedding) is not nn.Embedding:
-        raise UserError("--lora_rank: this model does more than a look-up in its embedding; choose another model or train all weights")
+        raise UserError("--lora_rank: this model does more than a look-up in its embedding; train all weights")
     model.requires_grad_(False)
     draw = torch.Generator().manual_seed(seed)
     for name, linear in linears:
@@ -64,7 +67,8 @@ def add_adapters(model, rank: int, alpha: float, targets: str, seed: int = 0):
 
 @contextmanager
 def base_weights(model):
-    """Inside, the network is what it was before its adapters, reward rows included. A model without adapters stays as it is."""
+    """Inside, the network is what it was before its adapters, reward rows included. A model without adapters stays
+    as it is."""
     adapted = [module for module in model.modules() if hasattr(module, "adapter_on")]
     for module in adapted:
         module.adapter_on = False
@@ -77,12 +81,14 @@ def base_weights(model):
 
 @torch.no_grad()
 def merged_state(model) -> dict[str, torch.Tensor]:
-    """The state dict of the plain model that computes the same: W + scale * B A, in fp32 and rounded once, reward rows in their table.
+    """The state dict of the plain model that computes the same: W + scale * B A, in fp32 and rounded once, reward rows
+    in their table.
 
-    The merged matrices are made in main memory, so that a GPU that is full can still be saved from; the live weights are not
-    touched. Without adapters: the state dict as it is.
+    The merged matrices are made in main memory, so that a GPU that is full can still be saved from; the live weights
+    are not touched. Without adapters: the state dict as it is.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[-1] not in ("lora_A", "lora_B", "reward_rows")}
+    ours = ("lora_A", "lora_B", "reward_rows")
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.split(".")[-1] not in ours}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             weight, a, b = (p.detach().cpu().float() for p in (module.weight, module.lora_A, module.lora_B))
@@ -90,5 +96,6 @@ def merged_state(model) -> dict[str, torch.Tensor]:
         elif hasattr(module, "reward_rows"):
             table = module.weight.to("cpu", copy=True)
             table[module.reward_ids] = module.reward_rows.to("cpu")
-            state |= {key: table for key, tensor in state.items() if tensor.data_ptr() == module.weight.data_ptr()}     # a tied head too
+            tied = module.weight.data_ptr()
+            state |= {key: table for key, tensor in state.items() if tensor.data_ptr() == tied}          # a head, too
     return state

@@ -1,18 +1,18 @@
 """The policy: any causal language model of transformers, plus two reward-token rows.
 
-Load (built-in tiny model, hub name, folder, GGUF file), add the rows of <|high_reward|> and <|low_reward|>, score sampled
-tokens, optimise with fp32 masters, save as a plain Hugging Face folder.
+Load (hub name, folder, GGUF file), add the rows of <|high_reward|> and <|low_reward|>, score
+sampled tokens, optimise with fp32 masters, save as a plain Hugging Face folder.
 
-Bytes of GPU memory per weight in bf16, besides activations and the sampler's cache. All weights trained: weights 2 + frozen
-reference 2 (RL with beta > 0) + gradients 2 + fp32 masters 4 + moments 8 = 18. With LoRA (lora.py): 2 per frozen weight, its
-own reference included, and 16 per weight of the adapters.
+Bytes of GPU memory per weight in bf16, besides activations and the sampler's cache. All weights trained: weights 2 +
+frozen reference 2 (RL with beta > 0) + gradients 2 + fp32 masters 4 + moments 8 = 18. With LoRA (lora.py): 2 per frozen
+weight, its own reference included, and 16 per weight of the adapters.
 
-- The reward tokens are prompt only: their logits are -inf wherever this program samples or scores (`policy_logits`, the one
-  function that both the sampler and the trainer call).
-- Log-softmax is fp32 whatever the weights are; the head runs on sampled positions only, in chunks that the backward pass
-  recomputes: full logits of a 6k-token episode over 152k tokens would be 3.6 GB.
-- Padding is on the right and rows are causal, so no attention mask is needed (but for packed rows): real tokens never see the
-  padding. No pad id exists anywhere; masks come from lengths.
+- The reward tokens are prompt only: their logits are -inf wherever this program samples or scores (`policy_logits`, the
+  one function that both the sampler and the trainer call).
+- Log-softmax is fp32 whatever the weights are; the head runs on sampled positions only, in chunks that the backward
+  pass recomputes: full logits of a 6k-token episode over 152k tokens would be 3.6 GB.
+- Padding is on the right and rows are causal, so no attention mask is needed (but for packed rows): real tokens never
+  see the padding. No pad id exists anywhere; masks come from lengths.
 - Dropout is never on: a policy is always in eval mode, so the ratio before the first update is exactly 1.
 """
 import copy
@@ -35,12 +35,11 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import constants as hub
 from torch.utils.checkpoint import checkpoint
-from transformers import (AddedToken, AutoModelForCausalLM, AutoTokenizer, Cache, GenerationConfig, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast)
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, Cache, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lora import add_adapters, merged_state
-from run import UserError, option, require, require_package
+from run import UserError, memory, require, require_package
 from tokens import REWARD_TOKENS
 
 HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
@@ -49,57 +48,23 @@ STEP_CHUNK = 2 ** 27       # weights whose fp32 gradients exist at one time
 # ---------------------------------------------------------------------------------------------------------------------
 # making and loading
 
-CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
-
-def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: int = 4, vocabulary: int = 2048):
-    """An untrained Llama-shaped model of about a million weights, with a tokenizer trained on `texts` -> (model, tokenizer).
-
-    The tokenizer is byte-level BPE: words of the corpus are one token each, with the blank before them; all other text falls
-    back to bytes. Weights start three times as large as transformers would have them: at width 128 and 0.02 the model
-    learns to copy a value from the user's sentence into a call several times later. (Not Qwen2-shaped: for that model type
-    AutoTokenizer puts Qwen's own pre-tokenizer in place of the saved one, and a reloaded checkpoint reads other ids.)
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]+|\s+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                        chat_template=CHATML, tool_schemas="compact", clean_up_tokenization_spaces=False)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(3)
-    return model.eval(), tokenizer
-
-
 def add_reward_tokens(model, tokenizer):
     """Give every token of REWARD_TOKENS an id and an embedding row. Does nothing where they are there already.
 
     Rows only grow: a matrix padded beyond the tokenizer keeps its size, and where the new ids already have a (padding)
-    row, that row is used. The start of a row is deterministic: the mean of all rows plus or minus one standard deviation in
-    fixed pseudo-random directions, the same in every process. In an untied head the rows are never used (banned).
-    Raises UserError if a reward token is already an ordinary token of this model.
+    row, that row is used. The start of a row is deterministic: the mean of all rows plus or minus one standard
+    deviation in fixed pseudo-random directions, the same in every process. In an untied head the rows are never used
+    (banned). Raises UserError if a reward token is already an ordinary token of this model.
     """
     known, tokens = tokenizer.get_added_vocab(), list(REWARD_TOKENS.values())
     for token in tokens:
-        if token in tokenizer.get_vocab() and not (token in known and tokenizer.added_tokens_decoder[known[token]].special):
+        special = token in known and tokenizer.added_tokens_decoder[known[token]].special
+        if token in tokenizer.get_vocab() and not special:
             raise UserError(f"this model's tokenizer already uses {token} as an ordinary token; choose another model")
     if getattr(model.config, "reward_token_ids", None):
         if [tokenizer.convert_tokens_to_ids(token) for token in tokens] != list(model.config.reward_token_ids):
-            raise UserError("the checkpoint has other reward tokens than tokens.REWARD_TOKENS, or another model's "
-                            "tokenizer; make it again with sft.py")
+            raise UserError("the checkpoint's reward tokens, its tokenizer and tokens.REWARD_TOKENS do not belong "
+                            "together; make it again with sft.py")
         return
     if any(token in known for token in tokens):
         raise UserError(f"this model already has a special token {' or '.join(tokens)} that RC-GRPO did not make; "
@@ -123,7 +88,8 @@ def add_reward_tokens(model, tokenizer):
 
 
 def hub_answers(patience: float = 5.0) -> bool:
-    """Whether a connection to the hub can be made: one try, so that no network is noticed in seconds (transformers tries for a minute).
+    """Whether a connection to the hub can be made: one try, so that no network is noticed in seconds (transformers
+    tries for a minute).
 
     The address is HF_ENDPOINT's if that is set. Behind a proxy nothing is tried: the answer is yes.
     """
@@ -133,7 +99,8 @@ def hub_answers(patience: float = 5.0) -> bool:
 
     def connect():
         try:
-            socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), patience).close()
+            port = url.port or (80 if url.scheme == "http" else 443)
+            socket.create_connection((url.hostname, port), patience).close()
             answers.append(True)
         except OSError:
             pass
@@ -144,7 +111,8 @@ def hub_answers(patience: float = 5.0) -> bool:
 
 
 def _loading_rules(name: str) -> dict:
-    """What from_pretrained may do with a checkpoint that somebody else made: no pickle, no code from it, no endless search for a network."""
+    """What from_pretrained may do with a checkpoint that somebody else made: no pickle, no code from it, no endless
+    search for a network."""
     rules = {"trust_remote_code": False}                                 # else transformers asks on the terminal
     folder = Path(name)
     if name.endswith(".gguf"):
@@ -153,8 +121,8 @@ def _loading_rules(name: str) -> dict:
         return rules | {"gguf_file": folder.name}
     if folder.is_dir():
         pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))]
-        require(not pickles or any(folder.glob("*.safetensors")), f"{name} has its weights as pickle only ({', '.join(pickles[:3])}), and "
-                "reading a pickle can run any code: convert them to safetensors")
+        require(not pickles or any(folder.glob("*.safetensors")), f"{name} has its weights as pickle only "
+                f"({', '.join(pickles[:3])}), and reading a pickle can run any code: convert them to safetensors")
     elif not hub.HF_HUB_OFFLINE and not hub_answers():
         rules["local_files_only"] = True
     return rules | {"use_safetensors": True}
@@ -163,8 +131,9 @@ def _loading_rules(name: str) -> dict:
 def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
     """Load a causal language model and its tokenizer, reward tokens added -> (model, tokenizer).
 
-    name_or_path: a folder, a .gguf file (test extras gguf and accelerate), or a hub name. dtype: default fp32 on a CPU, bf16
-    elsewhere. Reads safetensors and GGUF only, never runs code from the checkpoint. Raises UserError if it cannot be loaded.
+    name_or_path: a folder, a .gguf file (test extras gguf and accelerate), or a hub name. dtype: default fp32 on a CPU,
+    bf16 elsewhere. Reads safetensors and GGUF only, never runs code from the checkpoint. Raises UserError if it cannot
+    be loaded.
     """
     device = torch.device(device)
     if dtype is None:
@@ -174,16 +143,18 @@ def load_policy(name_or_path: str, device: str | torch.device = "cpu", dtype: to
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **rules)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation="sdpa", **rules)
-    except Exception as error:                      # transformers raises many kinds: missing files, no network, bad JSON
+    except Exception as error:                                           # many kinds: no file, no network, bad JSON
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
-            reason = "it needs code of its own to be run (auto_map in its config.json), which is never done; choose a model that transformers knows"
+            reason = ("it needs code of its own to be run (auto_map in its config.json), which is never done; choose a "
+                      "model that transformers knows")
         elif "local_files_only" in rules:
-            reason = f"{hub.ENDPOINT} does not answer, and this name is not in the local cache; give a folder, or try again with a network"
+            reason = (f"{hub.ENDPOINT} does not answer, and this name is not in the local cache; give a folder, or try "
+                      "again with a network")
         raise UserError(f"cannot load a model from {name_or_path}: {reason}")
     if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in rules:
-        model.hf_quantizer.remove_quantization_config(model)             # its weights are plain by now, and can be saved
-    require(model.get_output_embeddings() is not None, f"{type(model).__name__} is not supported: it has no head of its own")
+        model.hf_quantizer.remove_quantization_config(model)             # its weights are plain by now
+    require(model.get_output_embeddings() is not None, f"{type(model).__name__} is not supported: it has no head")
     make_savable(model)
     model.requires_grad_(True)
     add_reward_tokens(model, tokenizer)
@@ -204,7 +175,8 @@ def make_savable(model):
 def write_old_keys(folder: Path):
     """What transformers 4, and servers that use it, look for: else they take a default rope in silence.
 
-    Ropes by layer type stay as they are. The tokenizer's class had another name, its list of special tokens another key.
+    Ropes by layer type stay as they are. The tokenizer's class had another name, its list of special tokens another
+    key.
     """
     files = folder / "config.json", folder / "tokenizer_config.json"
     config, reader = (json.loads(file.read_text(encoding="utf-8")) for file in files)
@@ -222,7 +194,8 @@ def write_old_keys(folder: Path):
 
 
 def save_policy(model, tokenizer, folder: str | Path):
-    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name, renamed.
+    """Write a plain Hugging Face folder (safetensors, tokenizer, template), complete or not at all: temporary name,
+    renamed.
 
     Adapters are merged into the weights that are written; the model itself stays as it is.
     """
@@ -242,10 +215,10 @@ def save_policy(model, tokenizer, folder: str | Path):
 @dataclass
 class MemoryOptions:
     """What is trained and what is kept in memory: shared by the programs that train."""
-    lora_rank: int = option(0, "rank of LoRA adapters beside frozen weights; 0: train all weights", least=0)
-    lora_alpha: float = option(32.0, "weight of the adapters: W x + alpha / rank * B A x", above=0)
-    lora_targets: str = option("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "linear layers with adapters, comma-separated")
-    grad_checkpoint: bool = option(False, "compute the layers' activations again in the backward pass: much less memory, a third more time")
+    lora_rank: int = memory(0, "rank of LoRA adapters beside frozen weights; 0: train all weights", least=0)
+    lora_alpha: float = memory(32.0, "weight of the adapters: W x + alpha / rank * B A x", above=0)
+    lora_targets: str = memory("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "linear layers with adapters")
+    grad_checkpoint: bool = memory(False, "activations again in the backward pass: less memory, a third more time")
 
     def prepare(self, model, seed: int):
         """Make a freshly loaded policy what these options say, in place."""
@@ -264,11 +237,12 @@ def _recomputed(layer, *args, **kwargs):
 
 
 def recompute_layers(model):
-    """Gradient checkpointing. (transformers' own is for train mode, drops the cache there, and would need dropout to be off.)"""
+    """Gradient checkpointing. (transformers' own is for train mode, drops the cache there, and would need dropout to be
+    off.)"""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     require(len(layers) > 0, "--grad_checkpoint: this model's layers cannot be found; choose another model")
     for layer in layers:
-        layer.forward = MethodType(_recomputed, layer)                   # a method, so that a deep copy calls its own layers
+        layer.forward = MethodType(_recomputed, layer)                   # a method: a deep copy calls its own layers
 
 
 def frozen_copy(model):
@@ -277,7 +251,8 @@ def frozen_copy(model):
 
 
 def reference_policy(model):
-    """The policy that the KL term pulls to, to be used inside lora.base_weights: the model itself if it has adapters, else a copy."""
+    """The policy that the KL term pulls to, to be used inside lora.base_weights: the model itself if it has adapters,
+    else a copy."""
     return model if hasattr(model.get_input_embeddings(), "reward_rows") else frozen_copy(model)
 
 
@@ -306,7 +281,7 @@ def cache_argument(model) -> str:
 
 
 @functools.cache
-def _cache_argument(kind: type) -> str:                  # asked before every decoding step, and a signature takes time to read
+def _cache_argument(kind: type) -> str:                  # asked before every decoding step: a signature takes time
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
@@ -338,35 +313,40 @@ class _Rest(_Prompt):
 
 
 def _after_prompt(model, ids, shared):
-    """Hidden states (B, T - shared, d) of what each row of ids (B, T) has of its own; the shared tokens are computed once."""
+    """Hidden states (B, T - shared, d) of what each row of ids (B, T) has of its own; the shared tokens are computed
+    once."""
     place = torch.arange(ids.shape[1], device=ids.device)                          # (T,)
     sees, prompt = place <= place[:, None], _Prompt()                              # (T, T), queries first
     for tokens, begin, cache in ((ids[:1, :shared], 0, prompt), (ids[:, shared:], shared, _Rest(prompt))):
         end = begin + tokens.shape[1]
-        hidden = model.base_model(input_ids=tokens, position_ids=place[None, begin:end], attention_mask=sees[None, None, begin:end, :end],
-                                  use_cache=True, **{cache_argument(model): cache}).last_hidden_state
+        hidden = model.base_model(
+            input_ids=tokens, position_ids=place[None, begin:end], attention_mask=sees[None, None, begin:end, :end],
+            use_cache=True, **{cache_argument(model): cache}).last_hidden_state
     return hidden
 
 
-def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0, shared: int = 0) -> torch.Tensor:
+def token_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature=1.0, shared: int = 0) -> torch.Tensor:
     """Log-probs of the masked tokens given everything before them.
 
     ids: (B, T) int, padded on the right with anything; mask: (B, T) bool, True on sampled tokens (never at position 0).
-    shared: so many leading tokens are the same in all rows and computed once; each row has one more of its own before it samples.
-    Returns (B, T) fp32, 0 where mask is False.
+    shared: so many leading tokens are the same in all rows and computed once; each row has one more of its own before
+    it samples. Returns (B, T) fp32, 0 where mask is False.
     """
     row, position = mask.nonzero(as_tuple=True)                                    # (N,), (N,)
-    hidden = _after_prompt(model, ids, shared) if shared else model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = (_after_prompt(model, ids, shared) if shared                          # (B, T - shared, d)
+              else model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     before = hidden[row, position - 1 - shared]                                    # (N, d)
     targets = ids[row, position]                                                   # the state at t-1 scores token t
-    scores = [checkpoint(_score, model, before[i:i + HEAD_CHUNK], targets[i:i + HEAD_CHUNK], temperature, use_reentrant=False)
-              for i in range(0, len(row), HEAD_CHUNK)]
+    chunks = [slice(i, i + HEAD_CHUNK) for i in range(0, len(row), HEAD_CHUNK)]
+    scores = [checkpoint(_score, model, before[chunk], targets[chunk], temperature, use_reentrant=False)
+              for chunk in chunks]
     values = torch.cat(scores) if scores else before.sum() * 0.0 + before.new_zeros(0, dtype=torch.float32)
     return before.new_zeros(mask.shape, dtype=torch.float32).index_put((row, position), values)
 
 
 def batches_by_length(lengths: list[int], budget: int) -> list[list[int]]:
-    """Indices grouped into micro-batches of similar length, each at most `budget` tokens with its padding (at least one row)."""
+    """Indices grouped into micro-batches of similar length, each at most `budget` tokens with its padding (at least one
+    row)."""
     groups, group = [], []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if group and (len(group) + 1) * lengths[i] > budget:
@@ -388,9 +368,9 @@ def pad(rows: list, fill, device) -> torch.Tensor:
 class Optimizer:
     """AdamW whose weights are fp32 even where the model's are bf16.
 
-    In pure bf16 an update of 1e-5 leaves a weight of 0.02 where it was; so the masters take the step and the model gets a
-    rounded copy. In fp32 the model's own weights are the masters. row_speed: learning rate of the reward tokens' rows, as a
-    multiple of that of everything else. Parameters without requires_grad have no part in it.
+    In pure bf16 an update of 1e-5 leaves a weight of 0.02 where it was; so the masters take the step and the model gets
+    a rounded copy. In fp32 the model's own weights are the masters. row_speed: learning rate of the reward tokens'
+    rows, as a multiple of that of everything else. Parameters without requires_grad have no part in it.
     """
 
     def __init__(self, model, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0, row_speed: float = 1.0):
@@ -452,14 +432,16 @@ class Optimizer:
         return state
 
     def load_tensors(self, state: dict[str, torch.Tensor]):
-        """The inverse of tensors(); the model gets its weights from the masters. Raises UserError if they are those of other weights."""
+        """The inverse of tensors(); the model gets its weights from the masters. Raises UserError if they are those of
+        other weights."""
         shapes = [state[f"master.{i}"].shape for i in range(len(state)) if f"master.{i}" in state]
         require(shapes == [master.shape for master in self.masters],
                 "the interrupted run trained other weights: --resume needs its --init, --lora_rank and --lora_targets")
         with torch.no_grad():
             for i, master in enumerate(self.masters):
                 master.copy_(state[f"master.{i}"])
-                moments = {name: state[f"{name}.{i}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{i}" in state}
+                names = ("step", "exp_avg", "exp_avg_sq")
+                moments = {name: state[f"{name}.{i}"] for name in names if f"{name}.{i}" in state}
                 if moments:
                     self.adamw.state[master] = {name: value.to(master.device if name != "step" else "cpu").clone()
                                                 for name, value in moments.items()}

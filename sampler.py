@@ -1,21 +1,24 @@
 """Rollouts: a batched sampler whose key/value cache lives through all turns of an episode.
 
-Rows of different lengths share one cache with one write position per row: no padding stands between a row's tokens, every
-token has its own position id, and an explicit mask lets a query see exactly the keys of its own row up to its own position
-(SDPA's is_causal would align to the top left, which is wrong once the cache holds something). Rows whose episode has ended
-are refilled from the queue. Works with every transformers model that uses the standard cache interface and full
-attention; whether a model does is measured: `verify` compares sampler and trainer with the model's own forward pass.
+Rows of different lengths share one cache with one write position per row: no padding stands between a row's tokens,
+every token has its own position id, and an explicit mask lets a query see exactly the keys of its own row up to its own
+position (SDPA's is_causal would align to the top left, which is wrong once the cache holds something). Rows whose
+episode has ended are refilled from the queue. Works with every transformers model that uses the standard cache
+interface and full attention; whether a model does is measured: `verify` compares sampler and trainer with the model's
+own forward pass.
 
 What makes it fast:
-- A prefix that a new prompt shares with a prompt in the cache is copied, not computed: a group's prompt up to the reward
-  token is fed once, and so are system prompts and tool schemas that several tasks have in common (`Sampler._refill`).
+- A prefix that a new prompt shares with a prompt in the cache is copied, not computed: a group's prompt up to the
+  reward token is fed once, and so are system prompts and tool schemas that several tasks have in common
+  (`Sampler._refill`).
 - Grouped queries without repeated keys: the query heads of a group stand side by side as if they were tokens.
-- One decoding step is one function of tensors whose shapes do not change (`Sampler._step`). On a GPU it is captured as a CUDA
-  graph, once for each pair of rows and key span, and replayed: one launch, one copy in and one copy out for each step.
+- One decoding step is one function of tensors whose shapes do not change (`Sampler._step`). On a GPU it is captured as
+  a CUDA graph, once for each pair of rows and key span, and replayed: one launch, one copy in and one copy out for each
+  step.
 
 Sampling noise belongs to the episode, not to the batch: token n of episode i under seed s uses the n-th number of a
-generator seeded with (s, i). So the number of rows, and which rows happen to run side by side, change nothing (but for a
-tie in the last bit, about one token in 10,000).
+generator seeded with (s, i). So the number of rows, and which rows happen to run side by side, change nothing (but for
+a tie in the last bit, about one token in 10,000).
 """
 import copy
 import inspect
@@ -37,18 +40,19 @@ from run import UserError, require
 from tokens import Renderer, parse_calls
 
 PREFILL_CHUNK = 2048       # tokens that one row feeds at one time
-PREFILL_TOKENS = 8192 if torch.cuda.is_available() else 1024        # fed at one time, padding included: a CPU minds padding, not calls
+PREFILL_TOKENS = 8192 if torch.cuda.is_available() else 1024        # at one time, with padding, which a CPU minds
 CACHE_STEP = 256           # the cache grows by this many positions, or a multiple; so does a CUDA graph's span
 SHARE = 32                 # shorter common prefixes are computed again: a copy is one more forward pass to wait for
 
 
 @dataclass
 class Trajectory:
-    """One episode as ids. ids, mask and logprobs have equal length; mask is True on the tokens that the policy sampled."""
+    """One episode as ids. ids, mask and logprobs have equal length; mask is True on the tokens that the policy
+    sampled."""
     episode: object
     ids: list[int]
     mask: list[bool]
-    logprobs: list[float]                                # of the sampled tokens, at the sampling temperature; 0 elsewhere
+    logprobs: list[float]                                # of sampled tokens, at the temperature; 0 elsewhere
     messages: list[str] = field(default_factory=list)    # what the policy said, message by message
     truncated: bool = False                              # cut by a limit on tokens or messages: scored 0
     token: str | None = None                             # the reward token in its prompt; set with the two below by
@@ -64,8 +68,8 @@ class Trajectory:
 class RaggedCache(Cache):
     """Keys and values of `rows` sequences, each with its own length. Layers: (rows, K, positions, D).
 
-    The last position is a bin: padding of a ragged batch is written there and never read by a real token. What is captured
-    from these tensors (CUDA graphs) lives in `graphs` and is gone when they are replaced.
+    The last position is a bin: padding of a ragged batch is written there and never read by a real token. What is
+    captured from these tensors (CUDA graphs) lives in `graphs` and is gone when they are replaced.
     """
 
     def __init__(self, model, rows: int, limit: int):
@@ -84,7 +88,8 @@ class RaggedCache(Cache):
         return self.keys[0].shape[2] - 1
 
     def reserve(self, positions: int):
-        """Make room for sequences of this many tokens; where graphs would be lost, for half as many again, up to the limit."""
+        """Make room for sequences of this many tokens; where graphs would be lost, for half as many again, up to the
+        limit."""
         if positions > self.bin:
             wanted = max(positions, min(self.bin * 3 // 2, self.limit)) if self.graphs else positions
             more = -(-(wanted - self.bin) // CACHE_STEP) * CACHE_STEP
@@ -94,13 +99,15 @@ class RaggedCache(Cache):
                     tensors[i] = F.pad(tensors[i], (0, 0, 0, more))
 
     def copy(self, sources: list[int], targets: list[int], length: int):
-        """Give each target row the first `length` positions of its source row, all at once: a source may be a target too."""
+        """Give each target row the first `length` positions of its source row, all at once: a source may be a target
+        too."""
         sources, targets = torch.tensor([sources, targets], device=self.keys[0].device)
         for layer in (*self.keys, *self.values):
             layer[targets, :, :length] = layer[sources, :, :length]
 
     def aim(self, rows: torch.Tensor | None, positions: torch.Tensor, span: int):
-        """Where the next forward pass writes: rows (R,), None for the first R; positions (R, Q). It reads positions 0 .. span-1."""
+        """Where the next forward pass writes: rows (R,), None for the first R; positions (R, Q). It reads positions
+        0 .. span-1."""
         self.read = slice(len(positions)) if rows is None else rows      # a slice is a view, rows are gathered
         self.write = (torch.arange(len(positions), device=positions.device) if rows is None else rows)[:, None]
         self.positions, self.span = positions, span
@@ -119,8 +126,8 @@ class RaggedCache(Cache):
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Attention for transformers: query (B, H, Q, D), key and value (B, K, S, D) -> (B, Q, H, D), None.
 
-    No key is repeated for the H/K query heads that share it: they are reshaped into the query-length axis, and so is the
-    mask that is added to the scores, (B, 1, H/K * Q, S).
+    No key is repeated for the H/K query heads that share it: they are reshaped into the query-length axis, and so is
+    the mask that is added to the scores, (B, 1, H/K * Q, S).
     """
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise UserError("this model's attention is not supported: plain softmax attention only")
@@ -193,7 +200,7 @@ class Sampler:
         eos = eos if isinstance(eos, list) else [eos]
         self.graphs = model.device.type == "cuda"        # decode with CUDA graphs; False after a capture has failed
         self._side = torch.cuda.Stream(model.device) if self.graphs else None          # where they are captured
-        self.fed = self.copied = 0                       # of the last rollout: tokens that the model read, keys that were copied instead
+        self.fed = self.copied = 0                       # of the last rollout: tokens read, keys copied instead
         self.cache = self._weights = None                # both outlive a rollout
         self.stop_ids = self.renderer.stop_ids | {token for token in eos if token is not None}
         if getattr(model.config, "rollouts_verified", None) != transformers.__version__:
@@ -203,16 +210,17 @@ class Sampler:
     def check_prompt(self, episode, prompt: list[int]):
         """Raises UserError for a prompt that leaves no room in the context."""
         if len(prompt) >= self.max_length:
-            raise UserError(f"the prompt of task {episode.task.id} has {len(prompt)} tokens and the limit is {self.max_length}; "
-                            "choose a model with a longer context or shorter prompts (sft.py --schemas compact)")
+            raise UserError(f"the prompt of task {episode.task.id} has {len(prompt)} tokens and the limit is "
+                            f"{self.max_length}; choose a model with a longer context or shorter prompts "
+                            "(sft.py --schemas compact)")
 
-    def rollout(self, episodes: list, prompts: list[list[int]], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-                seed=0, progress=None) -> list[Trajectory]:
+    def rollout(self, episodes: list, prompts: list[list[int]], temperature: float = 1.0, top_p: float = 1.0,
+                top_k: int = 0, seed=0, progress=None) -> list[Trajectory]:
         """Play every episode to its end, prompts[i] being the opening of episodes[i]; trajectories in the same order.
 
-        temperature 0 is greedy. top_p and top_k are for evaluation: the recorded log-probs are those of the full softmax.
-        seed: int or tuple of ints; progress: called when an episode has ended.
-        Raises UserError for a prompt that leaves no room in the context.
+        temperature 0 is greedy. top_p and top_k are for evaluation: the recorded log-probs are those of the full
+        softmax. seed: int or tuple of ints; progress: called when an episode has ended. Raises UserError for a prompt
+        that leaves no room in the context.
         """
         for episode, prompt in zip(episodes, prompts, strict=True):
             self.check_prompt(episode, prompt)
@@ -225,7 +233,7 @@ class Sampler:
         done: list[Trajectory | None] = [None] * len(queue)
         slots: list[_Row | None] = [None] * min(self.rows, len(queue))
         longest = max(map(len, prompts), default=0)
-        self._openings = np.full((len(slots), longest), -1, dtype=np.int32)       # prompts in the cache, but for their last tokens
+        self._openings = np.full((len(slots), longest), -1, dtype=np.int32)       # prompts in the cache, less a token
         if slots:
             self._make_room(len(slots), longest + self.max_message)
         with torch.no_grad(), rolling(self.model):
@@ -243,8 +251,9 @@ class Sampler:
         return done
 
     def _make_room(self, rows, positions):
-        """A cache for this rollout: that of the last one, with its graphs, while the model has its weights in the same places
-        (updates in place need no new graph; a switch inside the model that changes what it computes does: make a new Sampler)."""
+        """A cache for this rollout: that of the last one, with its graphs, while the model has its weights in the same
+        places (updates in place need no new graph; a switch inside the model that changes what it computes does: make a
+        new Sampler)."""
         weights = [self.model, *(weight.data_ptr() for weight in self.model.parameters())]
         if self.cache is None or self.cache.rows < rows or self._weights != weights:
             self.cache = None                            # the old one is free before the new one is made
@@ -252,10 +261,10 @@ class Sampler:
         self.cache.reserve(min(positions, self.max_length))
 
     def _refill(self, slots, queue):
-        """New episodes for idle slots. Each may copy the longest prefix (but for its last token) that its prompt shares with a
-        prompt in the cache, at once, or with a new one before it, when that one has been fed."""
+        """New episodes for idle slots. Each may copy the longest prefix (but for its last token) that its prompt shares
+        with a prompt in the cache, at once, or with a new one before it, when that one has been fed."""
         fresh = [s for s, row in enumerate(slots) if row is None][:len(queue)]
-        owners = [*range(len(slots)), *fresh]            # of the prompts in `known`: those in the cache, then the new ones
+        owners = [*range(len(slots)), *fresh]            # of the prompts in `known`: in the cache, then new ones
         known = np.concatenate([self._openings, np.full((len(fresh), self._openings.shape[1]), -1, np.int32)])
         at_once = []
         for k, s in enumerate(fresh, len(slots)):
@@ -272,7 +281,8 @@ class Sampler:
         self._copy(slots, at_once)
 
     def _copy(self, slots, chosen):
-        """Give these rows the keys of their sources, all in one go: a row may take what another one is about to overwrite."""
+        """Give these rows the keys of their sources, all in one go: a row may take what another one is about to
+        overwrite."""
         if chosen:
             sources, lengths = zip(*(slots[s].source for s in chosen))
             self.cache.copy(sources, chosen, max(lengths))
@@ -281,8 +291,8 @@ class Sampler:
                 slots[s].cached, slots[s].source = n, None
 
     def _shrink(self, slots):
-        """The queue is empty: drop idle slots, moving rows from the end into gaps. By halves only where every number of rows is
-        a graph of its own; an idle row costs little there."""
+        """The queue is empty: drop idle slots, moving rows from the end into gaps. By halves only where every number of
+        rows is a graph of its own; an idle row costs little there."""
         live = [s for s, row in enumerate(slots) if row is not None]
         size = len(slots)
         if self.graphs:
@@ -299,7 +309,8 @@ class Sampler:
         del slots[size:]
 
     def _span(self, positions):
-        """The number of keys to look at, room made: a few sizes only where each is a graph, and no key too many elsewhere."""
+        """The number of keys to look at, room made: a few sizes only where each is a graph, and no key too many
+        elsewhere."""
         span = -(-positions // CACHE_STEP) * CACHE_STEP if self.graphs else positions
         self.cache.reserve(span)
         return span
@@ -307,7 +318,7 @@ class Sampler:
     def _forward(self, rows, ids, positions, span):
         """Feed ids (R, Q) at positions (R, Q) of the cache's rows, None for the first R; hidden states (R, Q, d)."""
         self.cache.aim(rows, positions, span)
-        unseen = torch.arange(span, device=ids.device) > positions[:, None, :, None]           # (R, 1, Q, span); padding sees all: no NaN
+        unseen = torch.arange(span, device=ids.device) > positions[:, None, :, None]           # (R, 1, Q, span)
         mask = torch.zeros(unseen.shape, dtype=self.model.dtype, device=ids.device).masked_fill(unseen, float("-inf"))
         mask = mask.repeat(1, 1, self.cache.groups, 1)                                         # (R, 1, H/K * Q, span)
         return self.model.base_model(
@@ -315,10 +326,12 @@ class Sampler:
             **{cache_argument(self.model): self.cache}).last_hidden_state
 
     def _prefill(self, slots, done):
-        """Feed prompts and results in chunks until no row waits, for itself or for its source; sample where all is fed."""
+        """Feed prompts and results in chunks until no row waits, for itself or for its source; sample where all is
+        fed."""
         while True:
             pending = [s for s, row in enumerate(slots) if row is not None and row.source]
-            ready = [s for s in pending for source, n in [slots[s].source] if slots[source] is None or slots[source].cached >= n]
+            ready = [s for s in pending for source, n in [slots[s].source]
+                     if slots[source] is None or slots[source].cached >= n]
             self._copy(slots, ready)
             waiting = [s for s, row in enumerate(slots) if row is not None and not row.source and row.feed() > 1]
             if not waiting and not ready:
@@ -340,37 +353,41 @@ class Sampler:
             slots[s].cached += n
         ready = [i for i, s in enumerate(chosen) if slots[s].feed() == 0]
         if ready:
-            last = hidden[torch.tensor(ready, device=device), torch.tensor([sizes[i] - 1 for i in ready], device=device)]    # (N, d)
+            ends = torch.tensor([sizes[i] - 1 for i in ready], device=device)
+            last = hidden[torch.tensor(ready, device=device), ends]                            # (N, d)
             noise = torch.tensor([slots[chosen[i]].noise.random() for i in ready], dtype=torch.float32, device=device)
             self._append(slots, {chosen[i]: line for i, line in zip(ready, self._draw(last, noise).tolist())}, done)
 
     def _decode(self, slots, active, done):
         """Feed the last token of every active row and sample the next one."""
         span = self._span(max(slots[s].cached for s in active) + 1)
-        inputs = np.zeros((len(slots), 3), dtype=np.float32)                                   # ids and positions are exact up to 2^24
+        inputs = np.zeros((len(slots), 3), dtype=np.float32)                                   # ids exact up to 2^24
         inputs[:, 1] = self.cache.bin                                                          # idle rows write there
         inputs[active] = [(slots[s].ids[-1], slots[s].cached, slots[s].noise.random()) for s in active]
         for s in active:
             slots[s].cached += 1
         self.fed += len(active)
-        output = (self._replay if self.graphs else self._step)(torch.from_numpy(inputs), span).tolist()  # the one wait for the device
+        step = self._replay if self.graphs else self._step
+        output = step(torch.from_numpy(inputs), span).tolist()                                 # waits for the device
         self._append(slots, {s: output[s] for s in active}, done)
 
     def _step(self, inputs, span):
-        """One decoding step of the first R rows: inputs (R, 3) fp32, last token, its position and noise -> (R, 2) fp32, next
-        token and its log-prob. Nothing here waits for the device or depends on a value, so that it can be captured."""
+        """One decoding step of the first R rows: inputs (R, 3) fp32, last token, its position and noise -> (R, 2) fp32,
+        next token and its log-prob. Nothing here waits for the device or depends on a value, so that it can be
+        captured."""
         inputs = inputs.to(self.model.device)
         ids, positions, noise = inputs[:, :1].long(), inputs[:, 1:2].long(), inputs[:, 2]
         return self._draw(self._forward(None, ids, positions, span)[:, 0], noise)
 
     def _replay(self, inputs, span):
-        """_step as a CUDA graph, captured when this size is met for the first time. The graphs of a cache share one memory pool:
-        the output of a replay is to be read before the next one."""
+        """_step as a CUDA graph, captured when this size is met for the first time. The graphs of a cache share one
+        memory pool: the output of a replay is to be read before the next one."""
         key = len(inputs), span, self._temperature, self._top_p, self._top_k
         graphs = self.cache.graphs
         try:
             if key not in graphs:
-                graphs[key] = self._capture(inputs.to(self.model.device), span, next(iter(graphs.values()))[0].pool() if graphs else None)
+                pool = next(iter(graphs.values()))[0].pool() if graphs else None
+                graphs[key] = self._capture(inputs.to(self.model.device), span, pool)
         except RuntimeError as error:                    # say so and go on without
             print(f"no CUDA graphs, decoding is slower: {str(error).splitlines()[0]}", file=sys.stderr)
             self.graphs, self.cache.graphs = False, {}
@@ -386,14 +403,15 @@ class Sampler:
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side):          # also sets the stream back when the capture fails
-                self._step(static, span)                 # first a normal run, which loads kernels; a second one writes the same keys
+                self._step(static, span)                 # first a normal run, which loads kernels
                 with torch.cuda.graph(graph, pool=pool, stream=self._side):
                     output = self._step(static, span)
             current.wait_stream(self._side)
         return graph, static, output
 
     def _draw(self, hidden, noise):
-        """Hidden states (R, d), noise (R,) in [0, 1) -> (R, 2): the next token, and its log-prob in the full softmax."""
+        """Hidden states (R, d), noise (R,) in [0, 1) -> (R, 2): the next token, and its log-prob in the full
+        softmax."""
         logits = policy_logits(self.model, hidden, self._temperature or 1.0)                   # (R, V) fp32
         logp = F.log_softmax(logits, dim=-1)
         likeliest = logp.argmax(-1, keepdim=True)                                              # (R, 1)
@@ -401,9 +419,11 @@ class Sampler:
             tokens = likeliest
         else:
             whole = self._top_p >= 1 and not self._top_k
-            cdf = (logp.exp() if whole else truncate_distribution(logits, self._top_p, self._top_k).softmax(-1)).cumsum(-1)
-            tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[-1] - 1)    # first past the noise
-            tokens = torch.where(logp.gather(-1, tokens) > float("-inf"), tokens, likeliest)   # rounding: never what is banned
+            probs = logp.exp() if whole else truncate_distribution(logits, self._top_p, self._top_k).softmax(-1)
+            cdf = probs.cumsum(-1)
+            tokens = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True)         # first past the noise
+            tokens = tokens.clamp(max=cdf.shape[-1] - 1)
+            tokens = torch.where(logp.gather(-1, tokens) > float("-inf"), tokens, likeliest)   # never what is banned
         return torch.cat([tokens.float(), logp.gather(-1, tokens)], dim=-1)
 
     def _append(self, slots, drawn, done):
@@ -496,10 +516,10 @@ def own_logprobs(model, row: Trajectory) -> torch.Tensor:
 def verify(sampler: Sampler):
     """UserError unless sampler and trainer give the log-probs of the model's own forward pass, but for rounding.
 
-    Both compute the model in parts: body, cache, mask and head are put together here and in model.py. The probe plays a few
-    prompts of mixed lengths side by side, one longer than every window or change of rope that the config names, over
-    several short messages and answers. Its rows are then scored by the trainer, with and without a shared prompt, and by
-    the model, each row alone.
+    Both compute the model in parts: body, cache, mask and head are put together here and in model.py. The probe plays a
+    few prompts of mixed lengths side by side, one longer than every window or change of rope that the config names,
+    over several short messages and answers. Its rows are then scored by the trainer, with and without a shared prompt,
+    and by the model, each row alone.
     """
     model, name, probe = sampler.model, type(sampler.model).__name__, copy.copy(sampler)
     probe.rows, probe.max_message, probe.max_messages = 3, 5, 3
@@ -524,6 +544,6 @@ def verify(sampler: Sampler):
     for part, values in parts.items():
         gap = float((values - own[:len(values)]).abs().sum() / mask[:len(values)].sum())
         if not gap <= ROUNDING.get(model.dtype, ROUNDING_16_BIT):
-            likely = "a scale or cap on its logits" if part == "the trainer" else "attention in windows, a rope that switches"
-            raise UserError(f"{name} is not supported: {part} differs from its own forward pass by {gap:.2g} nats a token "
-                            f"(often {likely}); choose another model")
+            likely = "a scale or cap on its logits" if part == "the trainer" else "windows, a rope that switches"
+            raise UserError(f"{name} is not supported: {part} differs from its own forward pass by {gap:.2g} nats a "
+                            f"token (often {likely}); choose another model")

@@ -56,6 +56,7 @@ from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import bfcl
+import builtin
 import envs
 import evaluate
 import fuzz
@@ -1299,7 +1300,7 @@ STYLES = {  # name -> (template, control tokens beyond ChatML's, those that are 
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
                         "<|python_tag|>"], [], "<|eot_id|>"),
     "smol": (SMOL, [], [], "<|im_end|>"),
-    "compact": (policy.CHATML, [], [], "<|im_end|>")}
+    "compact": (builtin.CHATML, [], [], "<|im_end|>")}
 # Short imitations of templates with fewer roles: name -> (template, control tokens, those that are not special, end of sequence).
 ALTERNATE = ("{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate "
              "user/assistant/user/assistant/...') }}{% endif %}")
@@ -1356,7 +1357,7 @@ def tiny_parts():
     corpus = [text for task in tasks for text in task.turns + [tokens.python_calls(calls) for calls in task.golden]]
     corpus += [tokens.signature(tool) for task in tasks for tool in task.episode().tools] * 2
     corpus += [message["content"] for task in tasks for message in sft.demonstrate(task).messages] + [tokens.FRAME + goal_text("")] * 2
-    model, tokenizer = policy.builtin_policy(corpus, width=32, layers=2)
+    model, tokenizer = builtin.builtin_policy(corpus, width=32, layers=2)
     policy.add_reward_tokens(model, tokenizer)
     return model, tokenizer
 
@@ -1513,7 +1514,7 @@ def test_tokens_arguments_stay_a_dict(name):
 
 def test_tokens_templates_that_cannot_be_used():
     for template in (None, "", "{% for message in messages %}{{ message.content }}\n{% endfor %}",
-                     policy.CHATML.replace("<|im_end|>", "</s>")):
+                     builtin.CHATML.replace("<|im_end|>", "</s>")):
         tokenizer = tiny()[1]
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match="chat template"):
@@ -1599,7 +1600,7 @@ def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
 def test_tokens_names_of_tools_are_text_from_outside():
     """The policy writes them: a template that shows who answered must not get a control token from there."""
     tokenizer = tiny()[1]
-    tokenizer.chat_template = policy.CHATML.replace("{{ message.role }}", "{{ message.role }}{{ ' ' + message.name if message.name }}")
+    tokenizer.chat_template = builtin.CHATML.replace("{{ message.role }}", "{{ message.role }}{{ ' ' + message.name if message.name }}")
     renderer = Renderer(tokenizer)
     plain, hostile = (renderer.answer([{"role": "tool", "name": name, "content": "x"}]) for name in ("f", "f<|im_end|>"))
     assert "tool f<|im_end|>" in shown(renderer, hostile) and [
@@ -1607,12 +1608,12 @@ def test_tokens_names_of_tools_are_text_from_outside():
 
 
 @pytest.mark.parametrize("template", [
-    policy.CHATML.replace("{{ message.content }}", "[{{ loop.index }}/{{ messages | length }}] {{ message.content }}"),      # counts
-    policy.CHATML.replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last and message.role == 'assistant' else '<|im_end|>' }}"),
-    policy.CHATML.replace("{{ message.content }}", "{{ message.content if loop.last or loop.first }}"),                      # forgets
-    policy.CHATML.replace("{{ message.content }}", "{{ message.content if message.role != 'user' }}"),
+    builtin.CHATML.replace("{{ message.content }}", "[{{ loop.index }}/{{ messages | length }}] {{ message.content }}"),      # counts
+    builtin.CHATML.replace("<|im_end|>", "{{ '<|endoftext|>' if loop.last and message.role == 'assistant' else '<|im_end|>' }}"),
+    builtin.CHATML.replace("{{ message.content }}", "{{ message.content if loop.last or loop.first }}"),                      # forgets
+    builtin.CHATML.replace("{{ message.content }}", "{{ message.content if message.role != 'user' }}"),
     GEMMA2.replace("roles must alternate", "roles must\nalternate").replace("% 2 == 0", "% 3 == 0"), "{{ messages[7].content + '<|im_end|>' }}",
-    "{% for message in messages %}", policy.CHATML.replace("{% for", "{% if messages | length > 3 %}{{ raise_exception('short') }}{% endif %}{% for")])
+    "{% for message in messages %}", builtin.CHATML.replace("{% for", "{% if messages | length > 3 %}{{ raise_exception('short') }}{% endif %}{% for")])
 def test_tokens_templates_that_cannot_be_served_are_refused_at_once(template):
     """One line at the start, whatever the template does in a later turn."""
     tokenizer = tiny()[1]
@@ -1622,7 +1623,7 @@ def test_tokens_templates_that_cannot_be_served_are_refused_at_once(template):
         Renderer(tokenizer)
 
 
-def wrapped(core, template=policy.CHATML, special=("<|im_start|>", "<|im_end|>"), clean=False, **flags):
+def wrapped(core, template=builtin.CHATML, special=("<|im_start|>", "<|im_end|>"), clean=False, **flags):
     """A tokenizer of the `tokenizers` library as transformers loads it, with these control tokens."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, clean_up_tokenization_spaces=clean)
     tokenizer.add_tokens([AddedToken(token, **{"special": True, "normalized": False, **flags}) for token in special])
@@ -2089,7 +2090,7 @@ def test_fuzz_sees_a_renderer_that_lets_control_text_in(monkeypatch, name, what)
 
 def bare_policy(untied=False, padding=0, dtype=torch.float32, seed=0):
     """A random model whose reward tokens are still missing; `padding` rows stand behind the tokenizer's."""
-    model, tokenizer = policy.builtin_policy(["open the door and close it"] * 3, seed=seed, width=32, layers=2)
+    model, tokenizer = builtin.builtin_policy(["open the door and close it"] * 3, seed=seed, width=32, layers=2)
     if untied or padding:
         torch.manual_seed(seed)
         config = copy.deepcopy(model.config)

@@ -52,7 +52,8 @@ def test_variants_blind_spot():
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_variants_own_successes(plain):
-    """Sampled on further tasks, R = 1, one episode a task at most, under the high token or, with --plain, under none."""
+    """Sampled on further tasks, R = 1, one episode a task at most, under the high token or, with --plain, under
+    none."""
     tasks, model, tokenizer = school()
     sampler = Sampler(model, tokenizer, 16, 40, 6)
     o = variants.Sft(demos=2, own=8, plain=plain, calls=1, tools=4)
@@ -74,7 +75,8 @@ def revised(model, rollouts, advantages, **changes):
 
 @pytest.mark.parametrize("norm", ["sequence", "token"])
 def test_variants_low_rows_without_gradient(norm):
-    """They give none, of the surrogate or of the KL; the others keep their advantages and their share of the weights."""
+    """They give none, of the surrogate or of the KL; the others keep their advantages and their share of the
+    weights."""
     tasks, model, tokenizer = school()
     rollouts = [dataclasses.replace(t, token=HIGH if i % 3 else LOW)
                 for i, t in enumerate(rollout(model, tokenizer, tasks * 2))]
