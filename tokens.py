@@ -419,8 +419,9 @@ class Renderer:
         talk = self._template([{"role": role, "content": hard} for role in ("user", "assistant", "user")], None, True)
         if any(self.text(self.encode(text)) != text.replace(MARK, "") for text in texts) or \
                 self.encode(talk) != self.tokenizer(talk, add_special_tokens=False)["input_ids"]:
-            raise ValueError("the tokenizer does not give texts back as they were, or reads them otherwise beside "
-                             "control tokens; choose a model with a byte-level BPE tokenizer, as in Qwen, Llama-3, SmolLM2")
+            raise ValueError(
+                "the tokenizer does not give texts back as they were, or reads them otherwise beside control tokens; "
+                "choose a model with a byte-level BPE tokenizer, as in Qwen, Llama-3, SmolLM2")
 
     def _check_template(self):
         """ValueError unless a conversation turn by turn is what the template makes of the whole, with nothing lost; but
