@@ -849,7 +849,7 @@ ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": de
 @pytest.mark.parametrize("what", ENDLESS)
 def test_bfcl_file_system_cannot_be_made_endless(steady, what):
     """Such an episode is lost, but ends, within bounds of time and memory."""
-    task, figures = bfcl_with("GorillaFileSystem"), {}
+    task = bfcl_with("GorillaFileSystem")
     table = {name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"}
     assert "cp" not in task.offered and "no function 'cp'" in told(task.episode(), LOOP)[0]["error"]    # excluded here
     episode = dataclasses.replace(task, withheld={}, offered=sorted(table)).episode()
