@@ -112,7 +112,7 @@ def clipped_loss(logp, old_logp, ref_logp, advantages, mask, clip: float, beta: 
     if ref_logp is not None:
         gap = ref_logp.masked_fill(~mask, 0.0) - logp                                    # log of pi_ref / pi
         excess = (gap - KL_BOUND).relu()                                                 # k3, beyond it its tangent
-        bounded = torch.where(gap > KL_BOUND, KL_BOUND, gap)                             # a clamp's gradient there varies
+        bounded = torch.where(gap > KL_BOUND, KL_BOUND, gap)                             # a clamp's gradient varies
         kl = bounded.expm1() - bounded + math.expm1(KL_BOUND) * excess
         objective = objective - beta * kl
     loss = -(weights[:, None] * objective * mask).sum()

