@@ -1,13 +1,20 @@
-"""A run: its options, its folder, its errors. Shared by sft.py, grpo.py, rcgrpo.py and evaluate.py. (How it goes on after a stop: state.py.)
+"""A run: its options, its folder, its errors. Shared by all programs that train or evaluate.
 
-- Options are the fields of one dataclass per program; each field has a comment, the default for pretrained models and,
-  where it differs, the one for the built-in model. Flags are made from the fields.
-- A finished run is a folder: config.json, metrics.jsonl (one object a step), episodes.jsonl, figure.png and checkpoint/ (a
-  plain Hugging Face folder). While it runs it is `<name>.partial`, locked against other processes; it takes its name when it is
-  complete.
-- No run is lost: an older one is replaced with --overwrite only, and only when the new one is complete.
-- A mistake of the user's is a UserError: one line on stderr that says what to do, exit status 2. So is a lack of memory, a full
-  disk, or one that must not be written.
+Options are the fields of one dataclass per program; each has a comment, the default for pretrained models and, where it
+differs, the one for the built-in model. Flags are made from the fields.
+
+The life of a run's folder:
+
+    claim             before anything that takes long: would an older run be lost, or another process be disturbed?
+    <out>.partial/    while it runs: locked, with config.json; metrics.jsonl (an object a step) and episodes.jsonl grow
+      states/         what an exact resume needs (state.py): every --save_every steps, and when it is stopped
+      checkpoint/     the policy so far, when it is stopped: a plain Hugging Face folder, as at the end
+    --resume          the same options, tasks and weights only; rows of steps after the newest good state are cut
+    <out>/            the whole folder takes its name when it is complete; an older run of that name goes only then,
+                      and only with --overwrite. What only resuming needs goes, too.
+
+A mistake of the user's is a UserError: one line on stderr that says what to do, exit status 2. So is a lack of memory,
+a full disk, or one that must not be written.
 """
 import argparse
 import dataclasses
@@ -37,10 +44,10 @@ for name, found, least in (("Python", sys.version, "3.10"), ("torch", torch.__ve
         print(f"error: {name} {found.split()[0]} is too old, {least} is the oldest that works", file=sys.stderr)
         sys.exit(2)
 
-# what --resume lets the user change: speed, memory, reporting, how long to go on. (RL's rate is constant after its warm-up, so more
-# steps are the same run going on; a longer SFT run is another one, for its rate falls towards the last step.)
-FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "steps",
-        "out", "base", "resume", "overwrite"}
+# what --resume lets the user change: speed, memory, reporting, how long to go on. (RL's rate is constant after its
+# warm-up: more steps are the same run going on. A longer SFT run is another one: its rate falls to 0 at the last step.)
+FREE = {"rows", "token_budget", "grad_checkpoint", "device", "threads", "save_every", "steps", "out", "base", "resume",
+        "overwrite"}
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}          # of a file system that cannot
 NO_FOLDER_SYNC = NO_SYNC | {errno.EACCES, errno.EPERM, errno.EBADF, errno.EISDIR}
@@ -48,6 +55,7 @@ LIMITS = {"least": ("at least", operator.ge), "above": ("more than", operator.gt
           "most": ("at most", operator.le), "below": ("less than", operator.lt)}
 MADE_BY = {"runs/rctp": "python sft.py", "runs/sft": "python sft.py --plain", "runs/grpo": "python grpo.py",
            "runs/rcgrpo": "python rcgrpo.py"}
+COLOURS = {"high": "C0", "none": "C7", "low": "C3", "GRPO": "C1", "RC-GRPO": "C2"}       # in every figure
 
 
 class UserError(Exception):
@@ -84,18 +92,17 @@ class _Parser(argparse.ArgumentParser):
 
 def read_flags(options_class, argv=None, positional: str | None = None) -> dict:
     """Command line -> the options that the user gave, by field name. Unknown flags and wrong types are UserErrors."""
-    doc = sys.modules[options_class.__module__].__doc__ if options_class.__module__ in sys.modules else ""
-    parser = _Parser(description=(doc or "").split("\n\n")[0], allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=120),
-                     usage="python %(prog)s [options]")
+    doc = sys.modules[options_class.__module__].__doc__ or ""
+    parser = _Parser(usage="python %(prog)s [options]", description=doc.split("\n\n")[0], allow_abbrev=False,
+                     argument_default=argparse.SUPPRESS,
+                     formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=120))
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     types = typing.get_type_hints(options_class)
     for field in dataclasses.fields(options_class):
         kind = next((t for t in typing.get_args(types[field.name]) if t is not type(None)), types[field.name])
         meta, group = field.metadata, groups[field.metadata["group"]]
-        text = f"{meta['comment']} ({field.default}"
-        text += "" if meta["builtin"] is None else f"; built-in model {meta['builtin']}"
-        text = (f"{text}; {bounds(field)}".removesuffix("; ") + ")").replace("%", "%%").replace(" ()", "")
+        facts = [str(field.default), meta["builtin"] is not None and f"built-in model {meta['builtin']}", bounds(field)]
+        text = f"{meta['comment']} ({'; '.join(filter(None, facts))})".replace("%", "%%").replace(" ()", "")
         if field.name == positional:
             group.add_argument(field.name, nargs="?", help=text)
         elif kind is bool:
@@ -169,11 +176,8 @@ def disk_error(error: BaseException | None) -> str | None:
 
     The Rust code in safetensors and tokenizers raises its own kinds, with the number at the end: "(os error 28)".
     """
-    if isinstance(error, OSError):
-        number = error.errno
-    else:
-        found = None if isinstance(error, UserError) else re.search(r"\(os error (\d+)\)", str(error))
-        number = int(found[1]) if found else None
+    rust = not isinstance(error, UserError) and re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(rust[1]) if rust else None
     file = getattr(error, "filename", None)
     return (f"{file}: " if file else "") + os.strerror(number) if number in DISK else None
 
@@ -248,23 +252,24 @@ def read_json(file: Path):
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """The objects of a JSONL file. A last line that a killed program did not finish is left out; any other broken line is a UserError."""
+    """The objects of a JSONL file, without a last line that a kill cut. Any other broken line is a UserError."""
     rows, text = [], file.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            rows.append(json.loads(line))
-            if not isinstance(rows[-1], dict):
-                raise ValueError
+            row = json.loads(line)
         except ValueError:
-            if line.endswith("\n"):
-                raise UserError(f"{file}: line {number} is no JSON object")
-            rows = rows[:number - 1]
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            require(not line.endswith("\n"), f"{file}: line {number} is no JSON object")
     return rows
 
 
 def to_line(row: dict) -> str:
     """A row of a JSONL file. JSON has no NaN and no infinity: null."""
-    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}) + "\n"
+    return json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                       for key, value in row.items()}) + "\n"
 
 
 def sync(path: Path):
@@ -336,11 +341,11 @@ def claim(name: str, resume: bool, overwrite: bool, start: str = "", kind: str =
         overwrite = overwrite or interrupted(final).get("options", {}).get("overwrite", False)
     elif (partial / "config.json").exists():
         work = [path for name in ("states/*", "checkpoint", "*.jsonl") for path in partial.glob(name)]
-        done = any(path.is_dir() or path.stat().st_size for path in work)
-        require(overwrite or not done, f"{partial} is a run that was stopped: go on with --resume, give another "
-                f"{flag}, or begin anew with --overwrite")
-        ours = not done or kind in read_json(partial / "config.json")
-        require(ours, f"{partial} is another kind of run: give another {flag}")
+        if any(path.is_dir() or path.stat().st_size for path in work):
+            require(overwrite, f"{partial} is a run that was stopped: go on with --resume, give another {flag}, or "
+                    "begin anew with --overwrite")
+            other = kind not in read_json(partial / "config.json")
+            require(not other, f"{partial} is another kind of run: give another {flag}")
     require(partial.absolute() not in Path(os.path.realpath(start), "x").parents,
             f"the run cannot start from {start} and be written there: give another {flag}")
     if final.is_file() or final.is_dir() and any(final.iterdir()):
@@ -353,18 +358,22 @@ def claim(name: str, resume: bool, overwrite: bool, start: str = "", kind: str =
 
 
 def same_run(old: dict, new: dict):
-    """UserError if a run with config `new` would not go on with the run of config `old`, but be another one. Earlier code is noted in `new`."""
+    """UserError if a run of config `new` would not go on with that of config `old`, but be another one. The code may be
+    another; `new` gets a list of the earlier ones."""
     before, now = ({"stage": config.get("stage"), **config.get("options", {})} for config in (old, new))
-    changed = [f"--{key} was {before[key]} and is {now[key]} now" for key in before if key in now and key not in FREE and before[key] != now[key]]
+    changed = [f"--{key} was {was} and is {now[key]} now" for key, was in before.items()
+               if key not in FREE and now.get(key, was) != was]
     require(not changed, f"--resume goes on with the same options only: {'; '.join(changed)}. "
             "Give the old values, or begin anew with --overwrite")
-    was, are = old.get("hashes", {}), new.get("hashes", {})
-    for key, what in (("policy", "the weights of the starting policy"), ("data", "the tasks"), ("prompt", "the prompt of the first task")):
-        require(was.get(key) == are.get(key), f"--resume: {what} changed since the run began; "
+    was, now = old.get("hashes", {}), new.get("hashes", {})
+    for key, what in (("policy", "the weights of the starting policy"), ("data", "the tasks"),
+                      ("prompt", "the prompt of the first task")):
+        require(was.get(key) == now.get(key), f"--resume: {what} changed since the run began; "
                 "bring back what was there, or begin anew with --overwrite")
     earlier = old.get("earlier_code", [])
-    if was.get("code") != are.get("code"):
-        print(f"the program's files changed since the run began (code {was.get('code')}, now {are.get('code')}); going on with the new ones")
+    if was.get("code") != now.get("code"):
+        print(f"the program's files changed since the run began (code {was.get('code')}, now {now.get('code')}); "
+              "going on with the new ones")
         earlier = earlier + [was.get("code")]
     if earlier:
         new["earlier_code"] = earlier
@@ -402,7 +411,8 @@ class Run:
     def __exit__(self, kind, error, trace):
         self.lock.close()
         if said := disk_error(error):
-            raise UserError(f"cannot write in {self.folder}: {said}. What was saved before is good: make room, then {self.how}") from None
+            raise UserError(f"cannot write in {self.folder}: {said}. What was saved before is good: make room, then "
+                            f"{self.how}") from None
 
     def write(self, name: str, text: str):
         """A whole file at once: written under a temporary name, then renamed."""
@@ -437,7 +447,3 @@ class Run:
         os.replace(self.folder, self.final)
         sync(self.final.absolute().parent)
         tidy(self.final)
-
-
-# in every figure: tokens and programs
-COLOURS = {"high": "C0", "none": "C7", "low": "C3", "GRPO": "C1", "RC-GRPO": "C2"}

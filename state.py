@@ -1,16 +1,17 @@
-"""What lets a long run survive: saved states, stops, numbers that are no numbers. Shared by sft.py, grpo.py and rcgrpo.py.
+"""What lets a long run survive: saved states, stops, numbers that are no numbers. Shared by sft.py, grpo.py, rcgrpo.py.
 
     <out>.partial/states/00000020/state.safetensors      # fp32 masters and both moments after step 20
     <out>.partial/states/00000020/SHA256SUMS             # (as of sha256sum -c)
 
-Everything random in training is a function of (seed, step), and the rate is one of the step; so a resumed run needs nothing
-else, no state of a random generator: the policy and its reference are made from the starting checkpoint again, the masters put
-the trained weights into the policy. On a CPU the run then goes on bit for bit as if nothing had happened.
+Everything random in training is a function of (seed, step), and the rate is one of the step; so a resumed run needs
+nothing else, no state of a random generator: the policy and its reference are made from the starting checkpoint again,
+the masters put the trained weights into the policy. On a CPU the run then goes on bit for bit.
 
-A state is written under a temporary name, synced and renamed. The last two are kept and the newest with the right checksum
-counts. All weights trained, each is 12 bytes a weight; a finished run keeps none.
+A state is written under a temporary name, synced and renamed. The last two are kept and the newest with the right
+checksum counts. All weights trained, each is 12 bytes a weight; a finished run keeps none.
 """
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -32,20 +33,18 @@ SHOWN = ("loss", "reward", "zero_variance", "kl", "tok_s")               # metri
 
 
 def write_tensors(file, tensors: dict[str, torch.Tensor]) -> str:
-    """Write fp32 tensors in safetensors format -> SHA-256. One after the other: safetensors' own save_file copies all of them at once."""
+    """Write fp32 tensors in safetensors format -> SHA-256. One by one: safetensors' save_file copies all of them."""
     header, end = {}, 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end := end + 4 * tensor.numel()]}
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-
-    def put(data):
-        file.write(data)
-        digest.update(data)
-    put(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
-        put(tensor.detach().to("cpu", torch.float32).contiguous().numpy().data)
+    values = (tensor.detach().to("cpu", torch.float32).contiguous().numpy().data for tensor in tensors.values())
+    for part in itertools.chain([len(text).to_bytes(8, "little") + text], values):
+        file.write(part)
+        digest.update(part)
     return digest.hexdigest()
 
 
@@ -63,7 +62,7 @@ def save_state(folder: Path, tensors: dict[str, torch.Tensor], step: int):
         os.replace(temporary, target)
         sync(folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)                     # on a full disk it is in the way of everything else
+        shutil.rmtree(temporary, ignore_errors=True)                     # on a full disk it is in the way
         raise
     for old in states(folder)[:-KEPT]:
         shutil.rmtree(old)
@@ -83,7 +82,7 @@ def damage(state: Path) -> str | None:
             while part := file.read(2 ** 24):
                 digest.update(part)
     except (OSError, ValueError, IndexError) as error:
-        return f"{getattr(error, 'strerror', None) or 'no checksum'}"
+        return getattr(error, "strerror", None) or "no checksum"
     return None if digest.hexdigest() == wanted else "wrong checksum"
 
 
@@ -100,7 +99,7 @@ def newest_state(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def weights_hash(model) -> str:
-    """A short hash of the beginnings of all weights, the same in fp32 and bf16: enough to see that a starting policy is another one."""
+    """A hash of the beginnings of all weights, the same in fp32 and bf16: enough to tell one policy from another."""
     digest = hashlib.sha256()
     for weight in model.parameters():
         digest.update(weight.detach().flatten()[:4096].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
@@ -130,9 +129,9 @@ class Keeper:
                 optimizer.load_tensors(tensors)
         require(self.done <= total, f"--steps {total}: {self.done} are done already")
         self.saved = self.done
-        self.run.cut(self.done)                                          # what was recorded of later steps is done again
+        self.run.cut(self.done)                                          # what was recorded of later ones is done again
         for row in self.run.rows("metrics.jsonl"):
-            self.skipped = self.skipped + 1 if row["skipped"] else 0
+            self.count(row)
         with tqdm(total=total, initial=self.done, desc=title, unit="step") as self.bar:
             while self.done < total:
                 yield self.done
@@ -140,18 +139,21 @@ class Keeper:
                     self.save(checkpoint=True)
                     if self.caught:
                         raise KeyboardInterrupt
-                    raise UserError(f"{self.skipped} steps in a row gave NaN or infinity and were left out; the weights "
-                                    f"of before are in {self.run.folder}/. Start again with a lower --lr and "
+                    raise UserError(f"{self.skipped} steps in a row gave NaN or infinity and were left out; the "
+                                    f"weights of before are in {self.run.folder}/. Start again with a lower --lr and "
                                     f"--overwrite, or {self.run.how}")
                 if self.done == total or self.done % self.every == 0:
                     self.save()
 
+    def count(self, row: dict):
+        self.skipped = self.skipped + 1 if row["skipped"] else 0         # steps in a row
+
     def log(self, row: dict, *episodes: dict):
-        """The end of a step: its metrics ("skipped": updates that were left out) and its episodes, into the run folder."""
+        """The end of a step: its metrics ("skipped": updates that were left out) and episodes, into the run folder."""
         self.run.append("metrics.jsonl", row)
         self.run.append("episodes.jsonl", *episodes)
         self.done, self.begun = self.done + 1, self.optimizer.begun
-        self.skipped = self.skipped + 1 if row["skipped"] else 0
+        self.count(row)
         shown = {key: f"{row[key]:.{0 if abs(row[key]) >= 100 else 3}f}" for key in SHOWN if key in row}
         self.bar.set_postfix(**shown, **({"skipped": self.skipped} if self.skipped else {}), refresh=False)
         self.bar.update()
