@@ -4408,7 +4408,7 @@ def test_cli_interrupt_of_a_process(here, school_run):
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    said = r"stopped after step (\d+); saved in runs/rcgrpo.partial/. Go on with: python \S+/rcgrpo.py --init .*--resume"
+    said = r"stopped after step (\d+); saved in runs/rcgrpo.partial/. Go on with: python \S+rcgrpo.py --init .*--resume"
     done = int(re.search(said, out)[1])
     assert len(lines(rows)) == done
     rcgrpo.main([*flags, "--steps", str(done + 1), "--resume"])
