@@ -4701,7 +4701,8 @@ def no_memory(where="rollout"):
                                            (rcgrpo, "optimizer")])
 def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
     """In step 3, half-way: one line that names the options; all steps done are kept, the tensors are free by then;
-    --resume with less need of memory gives what an undisturbed run gives. Where some weights had moved none are saved."""
+    --resume with less need of memory gives what an undisturbed run gives. Where some weights had moved none are
+    saved."""
     flags, part = ["--token_budget", "700" if module is rcgrpo else "300"], Path("runs/part.partial")
     whole, owner = short.whole(module, *flags), sft if module is sft else grpo
     owner, name = {"rollout": (owner, "sample"), "update": (owner, "token_logprobs"),
