@@ -17,14 +17,11 @@ import envs
 import simulator
 import tokens
 from evaluate import one_variant_each
-from model import add_reward_tokens, save_policy
+from model import CHATML, add_reward_tokens, save_policy
 from run import Run, read_json
 from sampler import Trajectory
 from sft import Fit, corrupt, demonstrate, fit
 from tokens import Renderer, signature
-
-CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 def builtin_policy(texts: list[str], seed: int = 0, width: int = 128, layers: int = 4, vocabulary: int = 2048):

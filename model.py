@@ -44,6 +44,8 @@ from tokens import REWARD_TOKENS
 
 HEAD_CHUNK = 2048          # sampled positions whose logits exist at one time
 STEP_CHUNK = 2 ** 27       # weights whose fp32 gradients exist at one time
+CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # making and loading
