@@ -22,7 +22,7 @@ import sft
 from evaluate import CONDITIONS, held_out_tasks, load_tasks
 from model import token_logprobs
 from reward import trajectory_reward
-from run import UserError, command_line, config_of, method, program, require
+from run import command_line, config_of, method, program, require
 from tokens import HIGH, LOW
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,8 +180,9 @@ def main(argv=None):
         held_out = held_out_tasks(o, o.eval_part)
         sft.train(o, builtin, command_line("lab/variants.py", argv), make_data, held_out)
         return
-    if name not in ("grpo", "rcgrpo"):
-        raise UserError("python lab/variants.py sft|grpo|rcgrpo [options]; --help after the name lists them")
+    if name in ("-h", "--help"):
+        return print(f"usage: python lab/variants.py sft|grpo|rcgrpo [options], --help after the name\n\n{__doc__}")
+    require(name in ("grpo", "rcgrpo"), f"{name}: choose sft, grpo or rcgrpo; --help after it lists its options")
     o = grpo.read_options(Grpo if name == "grpo" else Rcgrpo, rest)
     if name == "grpo":
         own = config_of(o.init).get("token", "none") if o.goal == "auto" else o.goal
