@@ -36,7 +36,7 @@ import transformers
 from transformers import AttentionInterface, Cache
 
 from model import batches_by_length, cache_argument, pad, policy_logits, token_logprobs
-from run import UserError, require
+from run import UserError, no_memory, require
 from tokens import Renderer, parse_calls
 
 PREFILL_CHUNK = 2048       # tokens that one row feeds at one time
@@ -536,9 +536,9 @@ def verify(sampler: Sampler):
         own = torch.zeros_like(sampled).masked_scatter(mask, torch.cat([own_logprobs(model, row) for row in rows]))
         parts = {"the trainer": token_logprobs(model, ids, mask), "the sampler": sampled,
                  "the trainer with a shared prompt": token_logprobs(model, ids[:2], mask[:2], shared=shared)}
-    except (UserError, torch.OutOfMemoryError):
-        raise
     except Exception as error:                                           # a cache, a mask or positions of another kind
+        if isinstance(error, UserError) or no_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         raise UserError(f"{name} is not supported: it does not take our cache, mask and positions ({reason})")
     for part, values in parts.items():
