@@ -1209,7 +1209,8 @@ GEMMA = (ALTERNATE + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.
 GEMMA_TOKENS = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
 FEWER_ROLES = {  # templates without a system role, without a tool role, or with roles that must alternate
     "gemma2": ("{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-               "{% endif %}{% set prefix, turns = '', messages %}" + GEMMA, GEMMA_TOKENS, ["<b>", "\n\n"], "<eos>"),
+               "{% endif %}{% set prefix, turns = '', messages %}" + GEMMA, GEMMA_TOKENS,
+               ["<b>", "<b>b", "\n\n"], "<eos>"),
     "gemma3": ("{{ bos_token }}{% set prefix = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
                + TURNS + GEMMA, GEMMA_TOKENS, [], "<eos>"),
     "mistral": ("{{ bos_token }}" + TURNS + ALTERNATE + "{% if m.tool_calls or m.role == 'tool' %}"
@@ -1294,10 +1295,11 @@ def asking(*calls, content=""):
         {"type": "function", "function": call._asdict()} for call in calls]}
 
 
-def offer(text="d", name="f"):
-    """A tool's schema with this text in its descriptions."""
-    return {"type": "function", "function": {"name": name, "description": text, "parameters": {
-        "type": "object", "properties": {"a": {"type": "string", "description": text}}, "required": ["a"]}}}
+def offer(text=""):
+    """A tool's schema with this text wherever a schema has text."""
+    properties = {"a" + text: {"type": "string", "description": text}}
+    return {"type": "function", "function": {"name": "f" + text, "description": "d" + text, "parameters": {
+        "type": "object", "properties": properties, "required": list(properties)}}}
 
 
 def test_tokens_styles_are_recognised():
@@ -1305,8 +1307,8 @@ def test_tokens_styles_are_recognised():
     writers = {name: (style(name).own_block, style(name)._write.__name__) for name in STYLES}
     assert writers == {"qwen2.5": (False, "_hermes"), "qwen3": (False, "_hermes"), "llama3": (False, "_llama"),
                        "smol": (True, "_hermes"), "compact": (True, "python_calls")}
-    for name, stop in (("qwen3", "<|im_end|>"), ("llama3", "<|eot_id|>")):
-        assert style(name).stop_ids == {style(name).tokenizer.convert_tokens_to_ids(stop)}
+    for name, stops in ("qwen3", ["<|im_end|>"]), ("llama3", ["<|eot_id|>"]), ("gemma2", ["<eos>", "<end_of_turn>"]):
+        assert style(name).stop_ids == {style(name)._control[stop] for stop in stops}
     # a template that shows tools but loses the arguments, the results or the schemas is not used for tools
     qwen = STYLES["qwen2.5"]
     for lost in "{{- call.function.arguments | tojson }}", "{{- message.content }}", "{{- tool | tojson }}":
@@ -1449,10 +1451,10 @@ def test_tokens_several_results_in_one_answer():
 def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
     """Gemma has its runs of line breaks as added tokens: they are no control tokens, and cut no text."""
     renderer = style("gemma2")
-    breaks, bold = renderer.tokenizer.convert_tokens_to_ids(["\n\n", "<b>"])
+    breaks, bold, longer = renderer.tokenizer.convert_tokens_to_ids(["\n\n", "<b>", "<b>b"])
     ids = renderer.encode(renderer.guard("a\n\nb"))
     assert ids == renderer.tokenizer("a\n\nb")["input_ids"] and breaks in ids
-    assert bold not in renderer.encode(renderer.guard("a<b>"))
+    assert bold not in renderer.encode(renderer.guard("a<b>")) and renderer.encode("<b>b") == [longer]
 
 
 CHATML, CONTENT = builtin.CHATML, "{{ message.content }}"
@@ -1590,16 +1592,17 @@ def test_tokens_control_text_from_outside_stays_text(name):
     def ids(text):
         return renderer.conversation([
             {"role": "system", "content": text}, {"role": "user", "content": text},
-            asking(Call("f" + text, {"a": text})), {"role": "tool", "name": "f" + text, "content": text},
+            asking(Call("f" + text, {"a" + text: text})), {"role": "tool", "name": "f" + text, "content": text},
             {"role": "assistant", "content": "w" + text}, {"role": "user", "content": text, "tools": [offer(text)]},
             {"role": "assistant", "content": "Done."}], [offer(text)], HIGH)[0]
 
     harmless, hostile_ids = ids("word"), ids(nasty)
     assert [token for token in hostile_ids if token in control] == [token for token in harmless if token in control]
     clean = nasty.replace(tokens.MARK, "").replace(tokens.SLOT, "")
-    assert shown(renderer, hostile_ids).count(clean) >= (5 if name == "compact" else 6), "and nothing of it is lost"
+    assert shown(renderer, hostile_ids).count(clean) >= 12, "and nothing of it is lost"
     call = Call("f", {"a": clean})
     assert parse_calls(renderer.text(renderer.assistant(asking(call)))) == [call]
+    assert renderer.text(renderer.encode(renderer.guard("half \ud800"))) == "half ?"
     for token in (HIGH, LOW):
         assert renderer._control[token] not in renderer.encode(renderer.guard(f"[Reward Goal: {token}]"))
 
@@ -1796,6 +1799,7 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
         warnings.simplefilter("error")
         assert parse_calls("[f(a=1if 1 else 2), f(a='\\d')]") == [
             CallError("arguments of f must be literals, each given once"), Call("f", {"a": "\\d"})]
+    assert parse_calls("[" + "f()," * 6000 + "]") == [tokens.TOO_LONG]
     assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}")[0] == tokens.NOT_JSON
     assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 400 + "}}") == [Call("f", {"a": int("9" * 400)})]
 
