@@ -46,6 +46,7 @@ import builtin
 import envs
 import model as policy
 import reward
+import simulator
 import tokens
 from envs import Call
 from run import make_options, option, program, read_flags, require
@@ -306,7 +307,7 @@ def surroundings(env):
 
 def signatures_of(env):
     """{tool name: signature without self} of all tools of an environment, read from the functions themselves."""
-    functions = {name: tool.function for name, tool in envs.TABLE.items()} if env == "sim" else \
+    functions = {name: tool.function for name, tool in simulator.TABLE.items()} if env == "sim" else \
         {name: getattr(function.owner, name) for name, function in bfcl._table().items()}
     found = {name: inspect.signature(function) for name, function in functions.items()}
     return {name: one.replace(parameters=list(one.parameters.values())[1:]) for name, one in found.items()}
