@@ -173,7 +173,7 @@ def test_leak_numbers(here, capsys):
 # survive.py
 
 def test_survive(here, school_run):
-    """Three kills of each program, one of them while saving if the moment is met; it notices what differs."""
+    """Three kills of each program, one while saving if the moment is met; in six it notices what differs."""
     script = f"""if True:
         import model, survive
         argv = ["--steps", "6", "--init", {school_run!r}, "--kills"]
@@ -182,7 +182,7 @@ def test_survive(here, school_run):
         except SystemExit as end:
             print("status", int(end.code))
         model.Optimizer.load_tensors = lambda *_: None
-        survive.main([*argv, "2", "--programs", "sft"])
+        survive.main([*argv, "6", "--programs", "sft"])
     """
     paths = f"{Path(survive.__file__).parent}:{Path(bfcl.__file__).parent}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
