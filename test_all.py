@@ -4976,30 +4976,33 @@ def test_theory_holds_and_notices(monkeypatch):
 def test_theory_remark_holds_and_notices(monkeypatch):
     """Every line of the remark fails under some fault: no low token, no learning, shared and own parameters swapped."""
     one, two = (theory.SETTINGS[name] for name in ("shortcut", "shortcut, nothing shared"))
-    assert all(line.holds for line in theory.remark(THEORY, {}))
+    assert all(line.holds for line in theory.remark(THEORY))
     seen = set()
     for fault in ((rcgrpo, "draw_tokens", all_high),
                   (grpo, "group_advantages", lambda rewards, eps=1e-4: torch.zeros_like(rewards)),
                   (theory, "SETTINGS", {"shortcut": two, "shortcut, nothing shared": one})):
         with monkeypatch.context() as broken:
             broken.setattr(*fault)
-            failed = {i for i, line in enumerate(theory.remark(THEORY, {})) if not line.holds}
+            failed = {i for i, line in enumerate(theory.remark(THEORY)) if not line.holds}
         assert failed >= {0, 1}, "the shortcut's gain and its separation"
         seen |= failed
     assert seen == set(range(8))
 
 
-@pytest.mark.parametrize("groups, p_high, samples, seed", [
-    ("16", "0.5", 100, 1), ("2,32", "0.01,1", 100, 2), ("3", "0.99", 300, 3)])
-def test_theory_rare_events_are_no_failures(groups, p_high, samples, seed):
+@pytest.mark.parametrize("sizes, shares, samples, seed", [
+    ((16,), (0.5,), 100, 1), ((2, 32), (0.01, 1.0), 100, 2), ((3,), (0.99,), 300, 3)])
+def test_theory_rare_events_are_no_failures(monkeypatch, sizes, shares, samples, seed):
     """An event that the sample does not contain has a standard error all the same."""
-    o = theory.Options(groups=groups, p_high=p_high, samples=samples, seed=seed)
-    assert [line for check in theory.CHECKS for line in check(o) if not line.holds] == []
+    monkeypatch.setattr(theory, "SIZES", sizes)
+    monkeypatch.setattr(theory, "SHARES", shares)
+    o = theory.Options(samples=samples, seed=seed)
+    checks = [check for check in theory.CHECKS if check != theory.vanishing or max(sizes) <= 8]      # it enumerates
+    assert [line for check in checks for line in check(o) if not line.holds] == []
 
 
 def test_theory_few_seeds_are_no_failure():
     """One of three finds the shortcut by luck; of which seed depends on the last bits of torch."""
-    found = (list(theory.remark(theory.Options(seeds=3, seed=seed), {})) for seed in range(8, 28))
+    found = (list(theory.remark(theory.Options(seeds=3, seed=seed))) for seed in range(8, 28))
     assert all(line.holds for line in next(lines for lines in found if lines[0].measured < 0.7))
 
 
@@ -5019,9 +5022,9 @@ def test_theory_lengths_turn_the_update():
     """The low rows turn the high mode's update where rows weigh 1/len and lengths differ, and only there."""
     found = theory.what_variance_teaches(THEORY)
     cosines = {line.setting: line.measured for line in found if "update, cosine" in line.statement}
-    assert len(cosines) == 6
+    assert len(cosines) == 4
     for setting, cosine in cosines.items():
-        assert cosine < 0.95 if "1/len" in setting else cosine == pytest.approx(1, abs=1e-5), setting
+        assert cosine < 0.95 if "unequal" in setting else cosine == pytest.approx(1, abs=1e-5), setting
     game = theory.Game(2, 3, early=True)
     assert game.actions.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0]]
     assert game.lengths.tolist() == [2] * 6 + [1]
@@ -5032,23 +5035,15 @@ def test_theory_lengths_turn_the_update():
 
 def test_theory_exits_1_when_a_check_fails(here, monkeypatch, capsys):
     monkeypatch.setattr(theory, "CHECKS", (theory.collapse,))
-    argv = ["--out", "new/a.png", "--seeds", "6"]
+    argv = ["--out", "new/a.json", "--seeds", "6"]
     theory.main(argv)
     told, printed = json.loads(Path("new/a.json").read_text()), capsys.readouterr().out
-    assert told["lines"] == len(told["rows"]) == 15 and told["failed"] == 0
-    assert Path("new/a.png").stat().st_size > 10_000
-    assert " 0 failed" in printed and all(f"{row['statement']:42} {row['setting']}" in printed for row in told["rows"])
+    assert told["lines"] == len(told["rows"]) == 15 and told["failed"] == 0 and "15 lines, 0 failed" in printed
+    assert all(f"{row['statement']:42} {row['setting']}" in printed for row in told["rows"])
     monkeypatch.setattr(grpo, "group_advantages", advantages_with(exact_zeros=False))
     with pytest.raises(SystemExit) as stopped:
         theory.main(argv)
     assert stopped.value.code == 1 and "FAILS" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("argv, says", [
-    ("--groups 1", "at least 2"), ("--groups 4,x", "whole numbers"), ("--p_high 1.5", "between 0 and 1"),
-    ("--p_high half", "between 0 and 1"), ("--seeds 1", "--seeds must be at least 2")])
-def test_theory_mistakes_are_one_line(here, monkeypatch, capsys, argv, says):
-    assert says in stumble(monkeypatch, capsys, theory, *argv.split())
 
 
 # =====================================================================================================================

@@ -1,6 +1,6 @@
 """The paper's definition, lemma, propositions and remark, and what they leave open, checked by numbers.
 
-    python theory.py                                     # every check, one table, runs/theory.png and .json
+    python theory.py                                     # every check, one table, also in runs/theory.json
     python lab/run_theory.py runs/rcgrpo                 # what a real run measured, next to the propositions
 
 Read it as a lecture: each check is one function whose docstring states what holds, on what assumptions, and why; it
@@ -27,44 +27,23 @@ import grpo
 import model as policy
 import rcgrpo
 from builtin import builtin_policy
-from run import COLOURS, UserError, check_file, make_options, option, program, read_flags, require, require_package
+from run import UserError, check_file, make_options, option, program, read_flags
 from tokens import HIGH
 
 CLIP, EPS_STAB = grpo.Options.clip, grpo.EPS_STAB
 HIGH_MODE, LOW_MODE = 0, 1                               # index of a token's table of logits
-
-
-def check_figure(out: str):
-    require(Path(out).suffix in (".png", ".pdf", ".svg"), f"--out takes a .png, .pdf or .svg file; got {out}")
-    check_file(out)
+SIZES, SHARES = (4, 8), (0.25, 0.5)                      # G and P(high) of the checks
 
 
 @dataclass
 class Options:
-    groups: str = option("4,8", "group sizes G to check, comma-separated")
-    p_high: str = option("0.25,0.5", "probabilities of the high token to check, comma-separated")
     samples: int = option(10_000, "groups of a Monte Carlo estimate", least=100)
     seeds: int = option(20, "training runs of remark 4.4", least=2)
     seed: int = option(0, "seed of everything drawn", least=0)
-    out: str = option("runs/theory.png", "the figure; all lines go into a JSON file beside it")
+    out: str = option("runs/theory.json", "where all lines go, too")
 
     def check(self):
-        require(all(part.strip().isdecimal() and int(part) >= 2 for part in self.groups.split(",")), "--groups takes "
-                f"whole numbers of at least 2 (one alone has no variance), comma-separated; got {self.groups}")
-        try:
-            good = all(0 <= p <= 1 for p in self.shares)
-        except ValueError:
-            good = False
-        require(good, f"--p_high takes probabilities between 0 and 1, comma-separated; got {self.p_high}")
-        check_figure(self.out)
-
-    @property
-    def sizes(self):
-        return [int(part) for part in self.groups.split(",")]
-
-    @property
-    def shares(self):
-        return [float(part) for part in self.p_high.split(",")]
+        check_file(self.out)
 
 
 @dataclass
@@ -165,8 +144,8 @@ class Game:
         return scores
 
 
-def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Tensor, norm: str = "sequence",
-         beta: float = 0.0, reference=None, advantages=None) -> torch.Tensor:
+def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Tensor, beta: float = 0.0,
+         reference=None, advantages=None) -> torch.Tensor:
     """The direction of one training step for each of B groups, every group with its own tables of logits: (B, M, H, K).
 
     tables: (B, M, H, K) or (M, H, K), one table per token; modes, picks: (B, G), token and trajectory of each rollout.
@@ -181,7 +160,7 @@ def step(game: Game, tables: torch.Tensor, modes: torch.Tensor, picks: torch.Ten
     if advantages is None:
         advantages = grpo.group_advantages(game.rewards[picks], EPS_STAB)
     kinds, which = game.lengths[picks].unique(dim=0, return_inverse=True)    # each group is a step of its own
-    weights = torch.stack([grpo.loss_weights(row, norm) for row in kinds])[which].flatten()
+    weights = torch.stack([grpo.loss_weights(row, "sequence") for row in kinds])[which].flatten()
     mask = game.mask[picks].view(B * G, game.T)
     loss, _ = grpo.clipped_loss(logp, logp.detach(), ref, advantages.reshape(-1), mask, CLIP, beta, weights)
     loss.backward()
@@ -227,7 +206,7 @@ def collapse(o: Options):
     """
     games, gen = (Game(2, 3), Game(2, 3, early=True)), torch.Generator().manual_seed(o.seed)
     table = torch.randn(1, games[0].H, 3, generator=gen)
-    for G in o.sizes:
+    for G in SIZES:
         values = torch.tensor([0.0, 1.0, 0.1, 1 / 3, -7.3, 1e6])[:, None].expand(-1, G)  # (6, G)
         largest = max(float(grpo.group_advantages(values, eps).abs().max()) for eps in (0.0, 1e-8, EPS_STAB, 1.0))
         yield Row("Def. 4.1 largest |A|", f"equal rewards, G={G}", 0.0, 0.0, largest, largest == 0, "exact")
@@ -302,7 +281,7 @@ def vanishing(o: Options):
 
     def peaked(eps):
         return game.table(*[[math.exp(-eps), -math.expm1(-eps)]] * game.T)
-    for G in o.sizes:
+    for G in SIZES:
         collapsed = (grpo.group_advantages(by_successes(G), EPS_STAB) == 0).all(1).tolist()
         for eps in (0.2, 0.02, 0.002):
             probs, q = game.probabilities(peaked(eps)), float(game.success(peaked(eps)))
@@ -313,7 +292,7 @@ def vanishing(o: Options):
             yield Row("Prop. 4.2 P(collapse)", f"G={G} T={game.T} eps={eps} (sharp {sharp:.3f})", bound, exact,
                       measured, good and near(measured, exact), "vacuous" if bound <= 0 else "holds")
     games = (Game(3, 2), 1), (Game(3, 2, early=True), 1 + 1 / 2 + 1 / 3)
-    for G, (game, factor) in product([size for size in o.sizes if size <= 8], games):
+    for G, (game, factor) in product(SIZES, games):
         large, small = 1e-1, 1e-4
         setting, bound = f"G={G} T={game.T} {game.name}", math.sqrt(2) * G * game.T
         groups = torch.tensor(list(combinations_with_replacement(range(len(game.actions)), G)))      # (C, G) multisets
@@ -362,17 +341,15 @@ def near_collapse(o: Options):
 
     P(sigma = 0) = q^G + (1-q)^G and E[sigma^2] = (G-1)/G q(1-q). Along the logit of success (grad log pi is 1-q or -q)
     a group pushes by u = 1/G sum_j A_j grad_j; as advantages sum to 0, u = (sum of the successes' A)/G
-    = sigma^2 / (sigma + eps), about sigma itself. Undivided it would be sigma^2: division by sigma makes the push of
-    one success among G larger by G/sqrt(G-1), and gives that rollout the advantage sqrt(G-1). A rare success is a large
-    update by design.
+    = sigma^2 / (sigma + eps), about sigma. Division by sigma thus makes the push of one success among G larger by
+    G/sqrt(G-1) and gives that rollout the advantage sqrt(G-1): a rare success is a large update by design.
 
-    What follows for G. With N rollouts in a step, the mean of N/G groups has signal to noise sqrt(N/G) E[u]/sd[u]. For
-    rare success (q << 1/G) that is sqrt(N q) whatever G is, as each success makes one informative group: G only scales
-    the step, by sqrt(G-1), which Adam undoes. At q = 1/2 it grows with G. So choose G for the middle of the tasks, not
-    in the hope of rare successes; half of the groups are informative from about G = 0.7/q on.
+    Choice of G: N rollouts make N/G groups, whose mean push has signal to noise sqrt(N/G) E[u]/sd[u]. For rare success
+    (q << 1/G) that is sqrt(N q) whatever G is: G only scales the step, by sqrt(G-1), which Adam undoes. At q = 1/2 it
+    grows with G. So choose G for the middle of the tasks; half of the groups are informative from about G = 0.7/q on.
 
-    The clip, with several updates on the same rollouts: the success stops pushing at pi = (1+clip) q, but the failures
-    go on being pushed down until 1-pi = (1-clip)(1-q); so pi rises to clip + (1-clip) q, and there it stops.
+    The clip, with several updates on the same rollouts: the success stops pushing at pi = (1+clip) q, the failures are
+    pushed down until 1-pi = (1-clip)(1-q); so pi rises to clip + (1-clip) q, and there it stops.
     """
     bandit = Game(1, 2)
 
@@ -382,7 +359,7 @@ def near_collapse(o: Options):
         updates = step(bandit, bandit.table([q, 1 - q])[None], torch.zeros_like(picks), picks)
         push, advantages = updates[:, 0, 0, 0].double(), grpo.group_advantages(rewards, EPS_STAB)
         return group_means(q, G, sigma(rewards), advantages.amax(1) - advantages.amin(1), push)
-    for G, q in product(o.sizes, (0.05, 0.5)):
+    for G, q in product(SIZES, (0.05, 0.5)):
         exact, found = group_means(q, G), measured(q, G)
         for name in list(exact)[:-1]:
             yield Row(f"Near-collapse {name}", f"G={G} q={q}", None, exact[name], found[name],
@@ -408,11 +385,10 @@ def near_collapse(o: Options):
 # variance
 
 class Rewards(NamedTuple):
-    """Of rollouts under the two tokens: their means; Bernoulli, or Gaussian where a deviation is given."""
+    """Success under the two tokens."""
     name: str
     high: float
     low: float
-    deviation: float | None = None
 
     @property
     def squared(self) -> float:
@@ -422,20 +398,14 @@ class Rewards(NamedTuple):
     @property
     def variances(self) -> tuple[float, float]:
         """Of the reward under the high and under the low token."""
-        if self.deviation is None:
-            return self.high * (1 - self.high), self.low * (1 - self.low)
-        return self.deviation ** 2, self.deviation ** 2
+        return self.high * (1 - self.high), self.low * (1 - self.low)
 
     def draw(self, modes: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
         """(P, G) modes -> (P, G) rewards."""
-        mean = torch.where(modes == HIGH_MODE, self.high, self.low)
-        if self.deviation is None:
-            return torch.bernoulli(mean, generator=gen)
-        return mean + self.deviation * torch.randn(modes.shape, generator=gen)
+        return torch.bernoulli(torch.where(modes == HIGH_MODE, self.high, self.low), generator=gen)
 
 
-REWARDS = (Rewards("certain modes", 1.0, 0.0), Rewards("bernoulli .6/.1", 0.6, 0.1),
-           Rewards("no separation", 0.5, 0.5, 0.5), Rewards("gaussian 1/.2", 1.0, 0.2, 0.5))
+REWARDS = (Rewards("certain modes", 1.0, 0.0), Rewards("success .6/.1", 0.6, 0.1), Rewards("no separation", 0.5, 0.5))
 
 
 def between(G: int, p: float, how: str) -> float:
@@ -451,22 +421,13 @@ def variance_value(G: int, p: float, squared: float, high: float, low: float, ho
 
 
 def spread(G: int, p: float, kind: Rewards, how: str) -> tuple[float, float, float]:
-    """Mean, variance and third central moment of sigma_g^2, by enumeration.
-
-    Over how many rows are high, and how many of either kind succeed; for Gaussian rewards G sigma_g^2 / deviation^2 is
-    noncentral chi-squared instead.
-    """
+    """Mean, variance and third central moment of sigma_g^2, by enumeration: how many rows are high, and how many of
+    either kind succeed."""
     whole, odd = divmod(round(p * G, 9), 1)
-    n, raw = int(whole), [0.0, 0.0, 0.0]
-    for n, share in enumerate(binomial(p, G)) if how == "iid" else ((n, 1 - odd), (n + 1, odd)):
-        if share and kind.deviation is None:
-            for (h, a), (l, b) in product(enumerate(binomial(kind.high, n)), enumerate(binomial(kind.low, G - n))):
-                raw = [sum_ + share * a * b * ((h + l) * (G - h - l) / G ** 2) ** i for i, sum_ in enumerate(raw, 1)]
-        elif share:
-            off, unit = n * (G - n) / G * kind.squared / kind.deviation ** 2, kind.deviation ** 2 / G
-            first, second, third = (c * unit ** i * (G - 1 + i * off) for i, c in ((1, 1), (2, 2), (3, 8)))  # cumulants
-            moments = first, second + first ** 2, third + 3 * first * second + first ** 3
-            raw = [sum_ + share * moment for sum_, moment in zip(raw, moments)]
+    highs, raw = ((int(whole), 1 - odd), (int(whole) + 1, odd)), [0.0, 0.0, 0.0]
+    for n, share in enumerate(binomial(p, G)) if how == "iid" else [pair for pair in highs if pair[1]]:
+        for (h, a), (l, b) in product(enumerate(binomial(kind.high, n)), enumerate(binomial(kind.low, G - n))):
+            raw = [sum_ + share * a * b * ((h + l) * (G - h - l) / G ** 2) ** i for i, sum_ in enumerate(raw, 1)]
     mean = raw[0]
     return mean, max(0.0, raw[1] - mean ** 2), raw[2] - 3 * mean * raw[1] + 2 * mean ** 3
 
@@ -501,8 +462,8 @@ def variance(o: Options):
     token determines the reward. It is vacuous for p = 0 or 1 and without separation. (Like the paper's, for one task:
     over tasks the averages of both sides compare, with the average of Delta^2, not the square of its average.)
     """
-    edges = [(o.sizes[0], 0.0, REWARDS[1]), (o.sizes[0], 1.0, REWARDS[1])]
-    settings = [*product(o.sizes, o.shares, REWARDS), *edges]
+    edges = [(SIZES[0], 0.0, REWARDS[1]), (SIZES[0], 1.0, REWARDS[1])]
+    settings = [*product(SIZES, SHARES, REWARDS), *edges]
     yield from variance_rows("Prop. 4.3 E[sigma^2], iid", "iid", settings, o, o.seed)
 
 
@@ -515,7 +476,7 @@ def stratified(o: Options):
     n+1 are drawn and f(1-f)/G^2 Delta^2 is lost: the least variance that a whole number with mean p G can have, so
     still not below i.i.d.
     """
-    settings = [*product(o.sizes, o.shares, REWARDS), (5, 0.5, REWARDS[1])]
+    settings = [*product(SIZES, SHARES, REWARDS), (5, 0.5, REWARDS[1])]
     yield from variance_rows("Stratified E[sigma^2]", "stratified", settings, o, o.seed + 1)
 
 
@@ -529,26 +490,23 @@ def step_factor(q: float, G: int) -> float:
     return float((torch.tensor(binomial(q, G - 1), dtype=torch.float64) * gain).sum())
 
 
-def expected_update(game: Game, tables: torch.Tensor, p: float, G: int, norm: str, divided=True, groups: int = 1):
-    """The mean update, (2, H, K), of steps of `groups` groups, enumerated; and that of the update times the step's
-    mean length, which undoes the token normaliser."""
+def expected_update(game: Game, tables: torch.Tensor, p: float, G: int, divided=True) -> torch.Tensor:
+    """(2, H, K): the mean update of steps of one group, over all that G rollouts can be, enumerated."""
     N = len(game.actions)
-    rows = torch.tensor(list(product(range(2 * N), repeat=groups * G)))      # (B, rollouts): token, trajectory
+    rows = torch.tensor(list(product(range(2 * N), repeat=G)))               # (B, G): token, trajectory
     chance = (torch.tensor([p, 1 - p])[:, None] * game.probabilities(tables)).flatten()[rows].prod(1)
     rows, chance = rows[chance > 0], chance[chance > 0][:, None, None, None]
     eps, scale = (EPS_STAB, 1) if divided else (1e4, 1e4)                                # so large that only it divides
-    advantages = scale * grpo.group_advantages(game.rewards[rows % N].view(-1, G), eps)
-    updates = chance * step(game, tables, rows // N, rows % N, norm, advantages=advantages.view(rows.shape))
-    lengths = game.lengths[rows % N].float().mean(1)[:, None, None, None]
-    return updates.sum(0).float(), (updates * lengths).sum(0).float()
+    advantages = scale * grpo.group_advantages(game.rewards[rows % N], eps)
+    return (chance * step(game, tables, rows // N, rows % N, advantages=advantages)).sum(0).float()
 
 
-def predicted_update(game: Game, tables: torch.Tensor, p: float, G: int, norm: str, divided=True) -> torch.Tensor:
+def predicted_update(game: Game, tables: torch.Tensor, p: float, G: int, divided=True) -> torch.Tensor:
     """(2, H, K): alpha * the sum over both modes of share * (grad E[w R] - m grad E[w]), see what_variance_teaches."""
     share = torch.tensor([p, 1 - p])
     m = float(share.double() @ game.success(tables))
     alpha = step_factor(m, G) if divided else (G - 1) / G
-    worth = alpha * (game.rewards - m) / (game.lengths if norm == "sequence" else 1)
+    worth = alpha * (game.rewards - m) / game.lengths
     return share[:, None, None] * torch.stack([game.gradient(table, worth) for table in tables])
 
 
@@ -558,31 +516,27 @@ def cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def what_variance_teaches(o: Options):
     """Our own: the expected update of RC-GRPO, at ratio 1 and beta = 0. J_h, J_l: success under the two tokens. First
-    for rollouts of equal length, or weights free of it.
+    for rollouts of equal length.
 
     Undivided: E[1/G sum_j (R_j - mean) grad log pi(tau_j|r_j)]. For i != j, E[R_i grad log pi(tau_j|r_j)] = 0
-    (independent rollouts, E[grad log pi] = 0), so of the mean only R_j/G is left:
-    E = (G-1)/G (p grad J_h + (1-p) grad J_l). Exactly the two modes' own policy gradients, weighted by their share of
-    the rows. The variance between the modes is in no term.
+    (independent rollouts), so of the mean only R_j/G is left: E = (G-1)/G (p grad J_h + (1-p) grad J_l). Exactly the
+    two modes' own policy gradients, weighted by their share of the rows. The variance between them is in no term.
 
-    Divided by sigma, rewards 0 or 1: E[A_j | R_j] depends on the row's own reward alone, as the other rows are i.i.d.
-    from the mixture whatever token this row has. So E = alpha(m) (p grad J_h + (1-p) grad J_l), m = p J_h + (1-p) J_l:
-    a common step size. GRPO under the high token alone has alpha(J_h) grad J_h. alpha hardly varies: at G = 4 from 1.62
-    to 1.73.
+    Divided by sigma: E[A_j | R_j] depends on the row's own reward alone, as the other rows are i.i.d. from the mixture
+    whatever token this row has. So E = alpha(m) (p grad J_h + (1-p) grad J_l), m = p J_h + (1-p) J_l: a common step
+    size, which hardly varies (at G = 4 from 1.62 to 1.73). GRPO under the high token has alpha(J_h) grad J_h.
 
     So with separate parameters per token the low rows teach the high mode NOTHING but a step size, however large the
     variance that they make. With shared parameters a step eta adds eta (1-p) <grad J_h, grad J_l> to J_h: what the low
     rows teach is the cosine of the two gradients (tables of logits a * shared + sqrt(1-a^2) * own have a^2 times the
     cosine of the tables). The paper reads Proposition 4.3 as "variance, hence learning"; the guarantee holds, but
-    variance between modes is no teacher by itself: it keeps sigma > 0, and the direction is that of the rows' own
-    gradients. What is bought is exploration under another mode, worth what transfers.
+    variance between modes is no teacher by itself. What is bought is exploration under another mode, worth what
+    transfers.
 
     Unequal lengths. The normaliser "sequence" gives row j the weight w_j = 1/len_j, so E[w_j grad log pi(tau_j)] is not
     0 but grad E[w], and E = alpha(m) (p (grad E_h[w R] - m grad E_h[w]) + (1-p) (the same under low)): exact, but m is
-    now in the direction. GRPO has J_h for m, so through the mean of the group the low rows do turn the high mode's
-    update: they teach it length, not success. "token" divides the step's sum over tokens, for which the statement above
-    is exact, by the step's tokens. That number is random and depends on the same rollouts: the mean of the quotient is
-    off by a term in one over the number of groups.
+    now in the direction, where GRPO has J_h: through the group's mean the low rows teach the high mode length, not
+    success.
     """
     gen, p = torch.Generator().manual_seed(o.seed), 0.5
     even, ragged = Game(2, 2), Game(3, 2, early=True)
@@ -592,30 +546,21 @@ def what_variance_teaches(o: Options):
         return modes + 0.3 * torch.randn(2, game.H, 2, generator=gen)                    # (2, H, K)
     modes = {even: tables_of(even, (0.9, 0.8), (0.3, 0.6)),
              ragged: tables_of(ragged, (0.7, 0.3, 0.3), (0.9, 0.95, 0.95))}
-    cases = ((even, "sequence", even.name), (ragged, "sequence", "unequal, 1/len"),
-             (ragged, "token", "unequal, times tokens"))
-    for (game, norm, title), G in product(cases, (2, 4)):
+    for game, G in product((even, ragged), (2, 4)):
         found, tables = {}, modes[game]
         for name, share, divided in (("RC update, undivided", p, False), ("RC update, divided", p, True),
                                      ("GRPO update", 1.0, True)):
-            found[name] = update = expected_update(game, tables, share, G, norm, divided)[norm == "token"]
-            exact = predicted_update(game, tables, share, G, norm, divided)
-            yield Row(f"{name}, |high table|", f"G={G} P(high)={share} {title}", None, float(exact[HIGH_MODE].norm()),
-                      float(update[HIGH_MODE].norm()), float((update - exact).norm()) < 2e-4 * float(exact.norm()))
+            found[name] = update = expected_update(game, tables, share, G, divided)
+            exact = predicted_update(game, tables, share, G, divided)
+            yield Row(f"{name}, |high table|", f"G={G} P(high)={share} {game.name}", None,
+                      float(exact[HIGH_MODE].norm()), float(update[HIGH_MODE].norm()),
+                      float((update - exact).norm()) < 2e-4 * float(exact.norm()))
         turn = cosine_of(found["RC update, divided"][HIGH_MODE], found["GRPO update"][HIGH_MODE])
-        exact = cosine_of(*(predicted_update(game, tables, share, G, norm)[HIGH_MODE] for share in (p, 1.0)))
-        yield Row("RC and GRPO update, cosine", f"G={G} high table, {title}", None, exact, turn, near(turn, exact),
+        exact = cosine_of(*(predicted_update(game, tables, share, G)[HIGH_MODE] for share in (p, 1.0)))
+        yield Row("RC and GRPO update, cosine", f"G={G} high table, {game.name}", None, exact, turn, near(turn, exact),
                   "the low rows turn it" if exact < 1 - 1e-3 else "same direction")
-    tables = modes[ragged]
-    exact = predicted_update(ragged, tables, p, 2, "token")
-    length = float((ragged.probabilities(tables).mean(0) * ragged.lengths).sum())
-    found = [length * expected_update(ragged, tables, p, 2, "token", groups=groups)[0] for groups in (1, 2)]
-    off = [float((update - exact).norm() / exact.norm()) for update in found]
-    for groups, value in enumerate(off, 1):
-        yield Row("RC update, token normaliser, off by", f"G=2, unequal, groups: {groups}", None, None, value,
-                  off[0] > 0.01 and 0.4 < off[1] / off[0] < 0.6, "as 1/groups")
     tables, G, eta = modes[even], 4, 1e-3
-    direction = expected_update(even, tables, p, G, "sequence", divided=False)[0].double()
+    direction = expected_update(even, tables, p, G, divided=False).double()
     gradients = [even.gradient(table, even.rewards) for table in tables]
     inner = [float((gradients[HIGH_MODE] * gradient).sum()) / even.T for gradient in gradients]  # a mean over T tokens
     for shared in (0.0, 0.5, 1.0):                                                       # a^2
@@ -653,7 +598,7 @@ def train_tables(o: Options, setting: str, conditioned: bool, steps: int = 200, 
     return torch.stack(history), variance
 
 
-def remark(o: Options, curves: dict):
+def remark(o: Options):
     """Remark 4.4. The paper: variance that does not degenerate keeps the updates informative, so training does not
     stall.
 
@@ -664,12 +609,9 @@ def remark(o: Options, curves: dict):
     is variance too; nor where the low mode learns to succeed: the reward ignores the token, so the separation closes
     and its variance goes with it. In "shortcut" the low mode learns first: the separation opens the wrong way round;
     only what is shared closes it.
-
-    curves takes (GRPO, RC-GRPO) by setting, as train_tables gives them, for the figure.
     """
     for setting in SETTINGS:
         (plain, alone), (mixed, together) = (train_tables(o, setting, conditioned) for conditioned in (False, True))
-        curves[setting] = plain, mixed
         gain, error = estimate(mixed[-1, :, HIGH_MODE] - plain[-1, :, HIGH_MODE])
         before, grpo_, rc, low = (float(at.mean()) for at in (plain[0, :, HIGH_MODE], plain[-1, :, HIGH_MODE],
                                                              mixed[-1, :, HIGH_MODE], mixed[-1, :, LOW_MODE]))
@@ -691,93 +633,35 @@ def remark(o: Options, curves: dict):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the table and the figure
+# the table
 
 CHECKS = (collapse, lemma, vanishing, near_collapse, variance, stratified, what_variance_teaches)
 
 
-def figure(o: Options, curves: dict, axes):
-    """Collapse and its bounds, what lies between, variance against p, alpha, and the remark's training curves."""
-    G, T, eps = o.sizes[0], 3, torch.logspace(-3, 0, 60, dtype=torch.float64)
-    grid, q = torch.linspace(0.005, 0.995, 100).tolist(), (-T * eps).exp()
-    shades = {2: "#c7b9dd", 4: "#a084c4", 8: "#7048a3", 16: "#3f1c70"}                   # by group size
-    (bounds, between_them, mix), (step_size, helps, adds_nothing) = axes
-
-    bounds.set(title=f"Prop. 4.2: groups of a peaked policy collapse\n({G} rollouts, {T} messages each)", xscale="log",
-               xlabel="eps: -log P(expert's message)", ylabel="P(all rewards equal)", ylim=(-0.05, 1.05))
-    bounds.plot(eps, q ** G + (1 - q) ** G, "k", label="exact")
-    bounds.plot(eps, (1 - eps).clamp_min(0) ** (G * T), "k--", label="bound (1 - eps)^(G T)")
-    bounds.plot(eps, 1 - G * T * eps, "k:", label="bound 1 - G T eps")
-
-    between_them.set(title="In between: how many groups of G collapse,\nand how hard a group pushes on average",
-                     xlabel="success probability of a rollout", ylabel="P(all equal) (solid), push (dashed)")
-    step_size.set(title="All that a mixed group's sigma changes\nin the expected update: the step size",
-                  xlabel="mean success probability in the group", ylabel="step size alpha", ylim=(0, 4.2))
-    for size, shade in shades.items():
-        means = [group_means(q, size) for q in grid]
-        between_them.plot(grid, [at["P(sigma=0)"] for at in means], color=shade, label=f"G = {size}")
-        between_them.plot(grid, [at["E[push]"] for at in means], "--", color=shade)
-        step_size.plot(grid, [step_factor(q, size) for q in grid], color=shade, label=f"G = {size}")
-
-    kind = REWARDS[1]
-    mix.set(title=f"Prop. 4.3: mixed tokens in a group of {G},\nsuccess {kind.high} under high, {kind.low} under low",
-            xlabel="p: probability of the high token", ylabel="expected variance of the rewards")
-    for how, colour in (("iid", COLOURS["RC-GRPO"]), ("stratified", "C9")):
-        exact = [variance_value(G, p, kind.squared, *kind.variances, how) for p in grid]
-        mix.plot(grid, exact, color=colour, label=f"{how} tokens")
-        mix.plot(grid, [between(G, p, how) * kind.squared for p in grid], ":", color=colour, label=f"bound, {how}")
-
-    for axis, setting, title in (
-            (helps, "shortcut", "the high mode is sure\nof a wrong action: mixing helps"),
-            (adds_nothing, "low learns it too", "the high mode learns\nalone: mixing adds nothing")):
-        plain, mixed = (curve.mean(1) for curve in curves[setting])                      # (steps + 1, 2)
-        axis.set(title=f"Remark 4.4: {title}", xlabel="training step", ylabel=f"success, mean of {o.seeds} seeds")
-        axis.plot(plain[:, HIGH_MODE], color=COLOURS["GRPO"], label="GRPO, high token")
-        axis.plot(mixed[:, HIGH_MODE], color=COLOURS["RC-GRPO"], label="RC-GRPO, high token")
-        axis.plot(mixed[:, LOW_MODE], "--", color=COLOURS["RC-GRPO"], label="RC-GRPO, low token")
-        axis.plot(mixed[:, HIGH_MODE] - mixed[:, LOW_MODE], "k:", label="separation: high - low")
-
-
-def report(o, checks: list, title: str, rows: int, columns: int, draw):
-    """Print the lines of the checks as they come; write a figure of panels, filled by draw(axes), and beside it the
-    JSON; exit 1 if a line fails."""
+def report(checks: list, out: str, options: dict) -> int:
+    """Print the lines of the checks as they come and write them to the JSON file out; returns how many failed."""
     print(f"{'statement':42} {'setting':52} {'bound':>9} {'exact':>9} {'measured':>21}  verdict")
     found = []
     for check in checks:
         for row in check:
             print(row, flush=True)
             found.append(row)
-    failed, file = sum(not row.holds for row in found), Path(o.out).with_suffix(".json")
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(rows, columns, figsize=(4.4 * columns, 4.2 * rows), layout="constrained", squeeze=False)
-    draw(axes)
-    fig.suptitle(title)
-    for axis in axes.flat:                                                   # legends below the panels, not on data
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
-    told = {"options": asdict(o), "lines": len(found), "failed": failed, "rows": [row.plain() for row in found]}
+    failed = sum(not row.holds for row in found)
+    told = {"options": options, "lines": len(found), "failed": failed, "rows": [row.plain() for row in found]}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fig.savefig(o.out, dpi=110)
-        file.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(told, indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}; choose another --out")
-    plt.close(fig)
-    print(f"{len(found)} lines, {failed} failed; wrote {o.out} and {file}")
-    if failed:
-        sys.exit(1)
+    print(f"{len(found)} lines, {failed} failed; wrote {out}")
+    return failed
 
 
 def main(argv=None):
     o = make_options(Options, read_flags(Options, argv), False)
-    require_package("matplotlib", "the figure")
     torch.manual_seed(o.seed)
-    curves = {}
-    report(o, [*(check(o) for check in CHECKS), remark(o, curves)],
-           "The propositions of RC-GRPO in exact numbers, and small policies in training", 2, 3,
-           lambda axes: figure(o, curves, axes))
+    if report([*(check(o) for check in CHECKS), remark(o)], o.out, asdict(o)):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     python lab/run_theory.py runs/rcgrpo                 # a table, runs/run_theory.png and .json
 
+Its figure shows both: the propositions of theory.py, and the run's rewards and variances.
+
 Reads the run folder of rcgrpo.py or grpo.py. `from_run` needs its rollouts only (episodes.jsonl); `policy_of_run` plays
 held-out tasks with the policy that the run started from and with the one that it ended with. Exits 1 if a line fails.
 """
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +22,8 @@ import evaluate
 import grpo
 import model as policy
 import theory
-from run import (COLOURS, UserError, checkpoint_of, make_options, option, program, read_flags, read_json, read_jsonl,
-                 require, require_package, run_of)
+from run import (COLOURS, UserError, check_file, checkpoint_of, make_options, option, program, read_flags, read_json,
+                 read_jsonl, require, require_package, run_of)
 from sampler import Sampler
 from sft import demonstrate
 from theory import Row
@@ -36,7 +38,9 @@ class Options:
     out: str = option("runs/run_theory.png", "the figure; all lines go into a JSON file beside it")
 
     def check(self):
-        theory.check_figure(self.out)
+        require(Path(self.out).suffix in (".png", ".pdf", ".svg"),
+                f"--out takes a .png, .pdf or .svg file; got {self.out}")
+        check_file(self.out)
 
 
 def read_groups(folder: Path | str) -> dict[int, list[list[dict]]]:
@@ -190,10 +194,53 @@ def policy_of_run(o: Options, source: str, options: dict, when: str):
                   "measured" if math.isfinite(error) else "lost in noise", error)
 
 
-def figure(o: Options, curve: dict, axes):
+def propositions(axes, seeds: int = 20):
+    """Collapse and its bounds, what lies between, variance against p, alpha, and the training curves of remark 4.4."""
+    G, T, eps = 4, 3, torch.logspace(-3, 0, 60, dtype=torch.float64)
+    grid, q = torch.linspace(0.005, 0.995, 100).tolist(), (-T * eps).exp()
+    shades = {2: "#c7b9dd", 4: "#a084c4", 8: "#7048a3", 16: "#3f1c70"}                   # by group size
+    bounds, between_them, mix, step_size, helps, adds_nothing = axes
+
+    bounds.set(title=f"Prop. 4.2: groups of a peaked policy collapse\n({G} rollouts, {T} messages each)", xscale="log",
+               xlabel="eps: -log P(expert's message)", ylabel="P(all rewards equal)", ylim=(-0.05, 1.05))
+    bounds.plot(eps, q ** G + (1 - q) ** G, "k", label="exact")
+    bounds.plot(eps, (1 - eps).clamp_min(0) ** (G * T), "k--", label="bound (1 - eps)^(G T)")
+    bounds.plot(eps, 1 - G * T * eps, "k:", label="bound 1 - G T eps")
+
+    between_them.set(title="In between: how many groups of G collapse,\nand how hard a group pushes on average",
+                     xlabel="success probability of a rollout", ylabel="P(all equal) (solid), push (dashed)")
+    step_size.set(title="All that a mixed group's sigma changes\nin the expected update: the step size",
+                  xlabel="mean success probability in the group", ylabel="step size alpha", ylim=(0, 4.2))
+    for size, shade in shades.items():
+        means = [theory.group_means(q, size) for q in grid]
+        between_them.plot(grid, [at["P(sigma=0)"] for at in means], color=shade, label=f"G = {size}")
+        between_them.plot(grid, [at["E[push]"] for at in means], "--", color=shade)
+        step_size.plot(grid, [theory.step_factor(q, size) for q in grid], color=shade, label=f"G = {size}")
+
+    kind = theory.REWARDS[1]
+    mix.set(title=f"Prop. 4.3: mixed tokens in a group of {G},\nsuccess {kind.high} under high, {kind.low} under low",
+            xlabel="p: probability of the high token", ylabel="expected variance of the rewards")
+    for how, colour in (("iid", COLOURS["RC-GRPO"]), ("stratified", "C9")):
+        exact = [theory.variance_value(G, p, kind.squared, *kind.variances, how) for p in grid]
+        mix.plot(grid, exact, color=colour, label=f"{how} tokens")
+        mix.plot(grid, [theory.between(G, p, how) * kind.squared for p in grid], ":", color=colour,
+                 label=f"bound, {how}")
+
+    for axis, setting, title in (
+            (helps, "shortcut", "the high mode is sure\nof a wrong action: mixing helps"),
+            (adds_nothing, "low learns it too", "the high mode learns\nalone: mixing adds nothing")):
+        plain, mixed = (theory.train_tables(theory.Options(seeds=seeds), setting, conditioned)[0].mean(1)
+                        for conditioned in (False, True))                                # (steps + 1, 2)
+        axis.set(title=f"Remark 4.4: {title}", xlabel="training step", ylabel=f"success, mean of {seeds} seeds")
+        axis.plot(plain[:, theory.HIGH_MODE], color=COLOURS["GRPO"], label="GRPO, high token")
+        axis.plot(mixed[:, theory.HIGH_MODE], color=COLOURS["RC-GRPO"], label="RC-GRPO, high token")
+        axis.plot(mixed[:, theory.LOW_MODE], "--", color=COLOURS["RC-GRPO"], label="RC-GRPO, low token")
+        axis.plot(mixed[:, theory.HIGH_MODE] - mixed[:, theory.LOW_MODE], "k:", label="separation: high - low")
+
+
+def measured_in(o: Options, curve: dict, by_token, variances):
     """Rewards by token and what their separation guarantees, next to the variance that was there."""
-    (by_token, variances), = axes
-    by_token.set(title="Reward of the rollouts", xlabel="training step", ylabel="mean reward")
+    by_token.set(title=f"{o.run}:\nreward of the rollouts", xlabel="training step", ylabel="mean reward")
     for name in ("high", "none", "low"):
         steps = {number: [row["reward"] for group in groups for row in group if row["token"] == name]
                  for number, groups in read_groups(o.run).items()}
@@ -201,11 +248,28 @@ def figure(o: Options, curve: dict, axes):
             points = [(number, sum(rewards) / len(rewards)) for number, rewards in steps.items() if rewards]
             by_token.plot(*zip(*points), color=COLOURS[name], label=f"{name} token" if name != "none" else "no token")
     number, bound, exact, measured, *_ = zip(*curve["rows"])
-    variances.set(title="Prop. 4.3: variance of the rewards in a group", xlabel="training step", ylabel="mean variance")
+    variances.set(title=f"{o.run}, Prop. 4.3:\nvariance of the rewards in a group", xlabel="training step",
+                  ylabel="mean variance")
     variances.plot(number, measured, "k", label="measured")
     if not all(map(math.isnan, exact)):
         variances.plot(number, exact, "k--", label="exact formula")
         variances.plot(number, bound, "k:", label="bound from the separation")
+
+
+def figure(o: Options, curve: dict):
+    """The propositions and the run in one picture, o.out."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(2, 4, figsize=(17.6, 8.4), layout="constrained")
+    propositions([*axes[0, :3], *axes[1, :3]])
+    measured_in(o, curve, *axes[:, 3])
+    fig.suptitle("The propositions of RC-GRPO in exact numbers, small policies in training, and a real run")
+    for axis in axes.flat:                                                   # legends below the panels, not on data
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.17))
+    fig.savefig(o.out, dpi=110)
+    plt.close(fig)
 
 
 def main(argv=None):
@@ -216,8 +280,11 @@ def main(argv=None):
     options, curve = read_json(Path(o.run) / "config.json")["options"], {}
     ends = [(checkpoint_of(options["init"]), "start"), (checkpoint_of(o.run), "end")]
     torch.manual_seed(o.seed)
-    theory.report(o, [from_run(o.run, curve), *(policy_of_run(o, source, options, when) for source, when in ends)],
-                  f"{o.run} next to the propositions", 1, 2, lambda axes: figure(o, curve, axes))
+    checks = [from_run(o.run, curve), *(policy_of_run(o, source, options, when) for source, when in ends)]
+    failed = theory.report(checks, str(Path(o.out).with_suffix(".json")), asdict(o))
+    figure(o, curve)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

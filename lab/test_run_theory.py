@@ -60,8 +60,10 @@ def whole_run(tmp_path, monkeypatch):
 
     def lucky(sampler, tasks, tokens, *more, **options):                     # a random policy does not succeed
         rollouts = real(sampler, tasks, tokens, *more, **options)
-        for r in rollouts:
+        for i, r in enumerate(rollouts):
             r.reward = float(r.ids[r.mask.index(True)] % 2)                  # by the first sampled token
+            if i % 3 == 0:                                                   # lengths differ
+                r.ids, r.mask, r.logprobs = r.ids[:-1], r.mask[:-1], r.logprobs[:-1]
         lucky.rollouts, lucky.temperature = rollouts, more[0]
         return rollouts
     monkeypatch.setattr(evaluate, "sample", lucky)
