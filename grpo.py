@@ -19,7 +19,7 @@ Departures from the usual GRPO and points where the paper is silent:
   5. Everything random is a function of (seed, step): to resume needs weights, moments and the step number (state.py).
   6. A step with NaN or infinity in a reward, the loss or the gradient changes nothing but its line in the metrics.
   7. What the rollouts of a group have in common, all up to the reward token, is computed once where that saves a
-     quarter of the update's tokens (`micro_batches`). It changes no gradient.
+     quarter of the update's tokens (`plan_micro_batches`). It changes no gradient.
 """
 import json
 import math
@@ -131,8 +131,8 @@ def loss_weights(lengths: torch.Tensor, norm: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # one step
 
-def micro_batches(rollouts: list[Trajectory], used: list[int], group: int, budget: int) -> list[tuple[list[int], int]]:
-    """The rollouts in use as micro-batches: (rows, number of leading tokens that they share: computed once).
+def plan_micro_batches(rollouts: list[Trajectory], used: list[int], group: int, budget: int):
+    """The rollouts in use as micro-batches: a list of (rows, number of leading tokens that they share: computed once).
 
     group: every `group` rollouts are of one task. They share their prompt where that saves a quarter of their tokens;
     less does not pay, since larger batches are faster. All other rollouts are batched by length. No micro-batch has
@@ -167,7 +167,7 @@ class MicroBatch:
     reference: torch.Tensor | None = None   # (B, T) those of the reference; None: no KL
 
 
-def micro_batch(model, reference, rollouts, rows, shared, advantages, weights, o) -> MicroBatch:
+def make_micro_batch(model, reference, rollouts, rows, shared, advantages, weights, o) -> MicroBatch:
     """The chosen rows, scored by all that does not move during the updates."""
     ids, mask, sampled = (pad([getattr(rollouts[i], name) for i in rows], fill, model.device)
                           for name, fill in (("ids", 0), ("mask", False), ("logprobs", 0.0)))
@@ -182,11 +182,11 @@ def micro_batch(model, reference, rollouts, rows, shared, advantages, weights, o
 
 
 def update(model, reference, optimizer: Optimizer, rollouts: list[Trajectory], advantages: torch.Tensor,
-           weights: torch.Tensor, lr: float, o, prepare=micro_batch) -> dict:
+           weights: torch.Tensor, lr: float, o, make_batch=make_micro_batch) -> dict:
     """o.updates optimizer steps on N rollouts; returns what is to be logged.
 
     advantages: (N,); weights: (N,), what each of a rollout's tokens counts in the loss (loss_weights of the whole step,
-    which is why micro-batches do not change the gradient). prepare makes a micro-batch.
+    which is why micro-batches do not change the gradient). make_batch makes a micro-batch.
     """
     pull = o.beta > 0 and not o.skip_flat                                                # the KL of flat groups counts
     used = [i for i, r in enumerate(rollouts) if r.sampled and weights[i] > 0 and (advantages[i] != 0 or pull)]
@@ -194,10 +194,10 @@ def update(model, reference, optimizer: Optimizer, rollouts: list[Trajectory], a
              "used_rollouts": len(used), "tokens_saved": 0.0, "skipped": 0}
     if not used:
         return stats                                                                     # nothing to learn: no step
-    parts = micro_batches(rollouts, used, o.group, o.token_budget)
+    parts = plan_micro_batches(rollouts, used, o.group, o.token_budget)
     saved = sum(shared * (len(rows) - 1) for rows, shared in parts)
     stats["tokens_saved"] = saved / sum(len(rollouts[i].ids) for i in used)
-    batches = [prepare(model, reference, rollouts, rows, shared, advantages, weights, o) for rows, shared in parts]
+    batches = [make_batch(model, reference, rollouts, rows, shared, advantages, weights, o) for rows, shared in parts]
     gaps = []                                                                            # of sampler and trainer
     for number in range(o.updates):
         totals = {"kl": 0.0, "clipped": 0, "tokens": 0}
@@ -305,19 +305,22 @@ def train(o: Options, condition, command: list[str], learn=update, pool=None, he
             weights = loss_weights(torch.tensor([r.sampled for r in rollouts]), o.norm)  # (P * G,): of the whole step
             lr = o.lr * min(1.0, (step + 1) / max(1, o.warmup))
             stats = learn(model, reference, optimizer, rollouts, advantages.flatten(), weights, lr, o)
-            now = time.time()
-            keeper.log({"step": step + 1, **describe(rollouts, advantages), **stats, "lr": lr,
-                        "sample_seconds": halfway - began, "update_seconds": now - halfway,
-                        "tok_s": sum(len(r.ids) for r in rollouts) / (now - began)},
-                       *({"step": step + 1, "group": i // o.group, "advantage": float(a), **record(r)}
-                         for i, (r, a) in enumerate(zip(rollouts, advantages.flatten()))))
+            stats |= {"lr": lr, "sample_seconds": halfway - began, "update_seconds": time.time() - halfway}
+            log(keeper, step + 1, rollouts, advantages, stats)
         save_policy(model, tokenizer, run.folder / "checkpoint")
-        metrics = run.rows("metrics.jsonl")
-        figure(metrics, run.final, run.folder / "figure.png")
+        figure(run.rows("metrics.jsonl"), run.final, run.folder / "figure.png")
         measure(keeper, "after", sampler, held_out, o.seed)
-        report(run, metrics)
+        report(run)
         run.finish()
     print(f"wrote {run.final}/ (checkpoint, config.json, metrics.jsonl, episodes.jsonl, figure.png)")
+
+
+def log(keeper: Keeper, step: int, rollouts: list[Trajectory], advantages: torch.Tensor, stats: dict):
+    """A line of metrics.jsonl, and every rollout into episodes.jsonl."""
+    tok_s = sum(len(r.ids) for r in rollouts) / (stats["sample_seconds"] + stats["update_seconds"])
+    keeper.log({"step": step, **describe(rollouts, advantages), **stats, "tok_s": tok_s},
+               *({"step": step, "group": i // advantages.shape[1], "advantage": float(a), **record(r)}
+                 for i, (r, a) in enumerate(zip(rollouts, advantages.flatten()))))
 
 
 def measure(keeper: Keeper, name: str, sampler: Sampler, tasks: list, seed: int):
@@ -328,7 +331,7 @@ def measure(keeper: Keeper, name: str, sampler: Sampler, tasks: list, seed: int)
         keeper.run.write(f"{name}.json", json.dumps([verdict(r) for r in rollouts]))
 
 
-def report(run: Run, metrics: list[dict]):
+def report(run: Run):
     """Print success before and after with intervals, and what the groups looked like."""
     if (run.folder / "after.json").exists():
         before, after = (read_json(run.folder / f"{name}.json") for name in ("before", "after"))
@@ -337,7 +340,7 @@ def report(run: Run, metrics: list[dict]):
         for token in CONDITIONS:
             print(f"change under {token}: {100 * (rate(after, token=token) - rate(before, token=token)):+.1f} points")
     for name in ("zero_variance", "advantage_gap", "separation"):
-        values = [row[name] for row in metrics if row.get(name) is not None]
+        values = [row[name] for row in run.rows("metrics.jsonl") if row.get(name) is not None]
         if values:
             k = min(10, len(values))
             print(f"{name:>16}: first {k} steps {sum(values[:k]) / k:.3f}, last {k} steps {sum(values[-k:]) / k:.3f}")

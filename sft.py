@@ -244,6 +244,32 @@ def update(model, optimizer: Optimizer, rows: list[Trajectory], lr: float, o) ->
             "tok_s": sum(len(row.ids) for row in rows) / seconds}
 
 
+def starting_policy(o: Options):
+    """Model and tokenizer to start from, with the options that concern them."""
+    if o.model == "builtin":
+        from builtin import pretrained                                                   # which learns by fit(), too
+        require(resolved(o.base) != resolved(o.out), f"--base and --out are both {o.out}: give another --out")
+        source = pretrained(o.base, o.base_seed)
+    else:
+        source = checkpoint_of(o.model)
+    model, tokenizer = load_policy(source, o.torch_device())
+    o.prepare(model, o.seed)                                                             # LoRA, gradient checkpointing
+    if o.schemas != "saved":
+        tokenizer.init_kwargs["tool_schemas"] = o.schemas                                # part of the checkpoint
+    return model, tokenizer
+
+
+def within_context(examples: list[Trajectory], limit: int) -> list[Trajectory]:
+    """The trajectories of at most `limit` tokens; prints how many there are. Raises UserError if none is left."""
+    kept = [t for t in examples if len(t.ids) <= limit and t.sampled]
+    if len(kept) < len(examples):
+        print(f"dropped {len(examples) - len(kept)} of {len(examples)} trajectories: longer than {limit} tokens")
+    require(len(kept) > 0, f"every trajectory is longer than {limit} tokens; use --schemas compact or a longer context")
+    good = sum(t.reward == 1 for t in kept)
+    print(f"{len(kept)} trajectories: {good} successes, {len(kept) - good} failures")
+    return kept
+
+
 def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, held_out=None):
     """Stage 1 into the run folder o.out. builtin: whether the model is the built-in one, or learned from it.
 
@@ -251,35 +277,18 @@ def train(o: Options, builtin: bool, command: list[str], make_data=stage1_data, 
     success on; by default test tasks.
     """
     claim(o.out, o.resume, o.overwrite, o.model)                                         # before all that takes long
-    device = o.torch_device()
     tasks = load_tasks(o, "train", o.demos, seed=o.seed)
     held_out = held_out_tasks(o) if held_out is None else held_out
-    if o.model == "builtin":
-        from builtin import pretrained                                                   # which learns by fit(), too
-        require(resolved(o.base) != resolved(o.out), f"--base and --out are both {o.out}: give another --out")
-        source = pretrained(o.base, o.base_seed)
-    else:
-        source = checkpoint_of(o.model)
-    model, tokenizer = load_policy(source, device)
-    o.prepare(model, o.seed)                                                             # LoRA, gradient checkpointing
-    if o.schemas != "saved":
-        tokenizer.init_kwargs["tool_schemas"] = o.schemas                                # part of the checkpoint
+    model, tokenizer = starting_policy(o)
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     check_prompts(sampler, held_out)
     examples = make_data(o, sampler.renderer, tasks, sampler)                            # each under its reward token
-    limit = model.config.max_position_embeddings
-    kept = [t for t in examples if len(t.ids) <= limit and t.sampled]
-    if len(kept) < len(examples):
-        print(f"dropped {len(examples) - len(kept)} of {len(examples)} trajectories: longer than {limit} tokens")
-    require(len(kept) > 0, f"every trajectory is longer than {limit} tokens; use --schemas compact or a longer context")
-    good = sum(t.reward == 1 for t in kept)
-    print(f"{len(kept)} trajectories: {good} successes, {len(kept) - good} failures")
-
+    examples = within_context(examples, model.config.max_position_embeddings)
     stage, token = ("sft", "none") if o.plain else ("rctp", "high")
     config = run_config(o, stage, builtin, token, sampler, tasks[0])
     with (Run(o.out, config, o.resume, o.overwrite, command) as run,
           Keeper(run, model, tokenizer, o.save_every) as keeper):
-        fit(model, kept, o, "SFT" if o.plain else "RCTP-FT", keeper)
+        fit(model, examples, o, "SFT" if o.plain else "RCTP-FT", keeper)
         save_policy(model, tokenizer, run.folder / "checkpoint")
         if held_out:
             with keeper.interruptible():

@@ -3414,7 +3414,7 @@ def grpo_options(**changes):
     return grpo.Options(**{"beta": 0.0, "group": 4, "lr": 1e-3, **changes})
 
 
-def learn(model, reference=None, rollouts=None, advantages=None, optimizer=None, weights=None, lr=1e-3, prepare=None,
+def learn(model, reference=None, rollouts=None, advantages=None, optimizer=None, weights=None, lr=1e-3, make_batch=None,
           options=grpo.Options, **changes):
     """grpo.update -> (its stats, the step's gradient); without other arguments on batch_of_rollouts, moving nothing."""
     default, scores = batch_of_rollouts()
@@ -3422,7 +3422,7 @@ def learn(model, reference=None, rollouts=None, advantages=None, optimizer=None,
     o, keeper = options(**{"beta": 0.0, "group": 4, **changes}), optimizer or Gradients(model)
     if weights is None:
         weights = grpo.loss_weights(torch.tensor([t.sampled for t in rollouts]), o.norm)
-    more = {"prepare": prepare} if prepare else {}
+    more = {"make_batch": make_batch} if make_batch else {}
     stats = grpo.update(model, reference, keeper, rollouts, advantages, weights, lr, o, **more)
     return stats, getattr(keeper, "gradient", None)
 
@@ -3467,7 +3467,7 @@ def test_grpo_micro_batches():
                 answer = [rng.randint(0, 9) for _ in range(rng.randint(1, 20))]
                 rollouts.append(made(prompt, [rng.randint(0, 1), 3, 3] + answer, 3))
         used = sorted(rng.sample(range(4 * group), rng.randint(0, 4 * group)))
-        found, cost = grpo.micro_batches(rollouts, used, group, budget), collections.Counter()
+        found, cost = grpo.plan_micro_batches(rollouts, used, group, budget), collections.Counter()
         assert sorted(i for rows, _ in found for i in rows) == used
         for rows, shared in found:
             tokens_ = shared + len(rows) * (max(len(rollouts[i].ids) for i in rows) - shared)
@@ -3478,9 +3478,9 @@ def test_grpo_micro_batches():
                 cost[rows[0] // group] += 4 * tokens_ - 3 * sum(len(rollouts[i].ids) for i in rows)
         assert all(value <= 0 for value in cost.values())
     rows = [made([1 + i // 4] * 100, [5 + i] + [5] * 9, 1) for i in range(8)]
-    assert grpo.micro_batches(rows, list(range(8)), 4, 140) == [([0, 1, 2, 3], 100), ([4, 5, 6, 7], 100)]
-    assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 130) == [([0, 1, 2], 100), ([3], 100)], "240 of 440 tokens"
-    assert grpo.micro_batches(rows, [0, 1, 2, 3], 4, 119) == [([i], 0) for i in range(4)], "alone nothing is saved"
+    assert grpo.plan_micro_batches(rows, list(range(8)), 4, 140) == [([0, 1, 2, 3], 100), ([4, 5, 6, 7], 100)]
+    assert grpo.plan_micro_batches(rows, [0, 1, 2, 3], 4, 130) == [([0, 1, 2], 100), ([3], 100)], "240 of 440 tokens"
+    assert grpo.plan_micro_batches(rows, [0, 1, 2, 3], 4, 119) == [([i], 0) for i in range(4)], "alone nothing is saved"
 
 
 def test_grpo_shared_prompts_are_computed_once():

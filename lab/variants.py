@@ -154,8 +154,8 @@ def update(model, reference, optimizer, rollouts, advantages, weights, lr, o: Rc
     rows, scores, shares = lucky_lows(model, rollouts, advantages, weights, o)
     n = len(rollouts)                                                    # credited rows come after these
 
-    def prepare(model, reference, rollouts, chosen, *rest):
-        b = grpo.micro_batch(model, reference, rollouts, chosen, *rest)
+    def make_batch(model, reference, rollouts, chosen, *rest):
+        b = grpo.make_micro_batch(model, reference, rollouts, chosen, *rest)
         credited = torch.tensor([[i >= n] for i in chosen], device=model.device)      # (B, 1)
         if bool(credited.any()):
             if o.credit_lucky_lows == "ratio":
@@ -165,7 +165,7 @@ def update(model, reference, optimizer, rollouts, advantages, weights, lr, o: Rc
                 b.old = torch.where(credited, b.sampled, b.old)
             b.sampled = b.sampled.masked_fill(credited, float("nan"))    # not sampled under this prompt
         return b
-    return grpo.update(model, reference, optimizer, rows, scores, shares, lr, o, prepare)
+    return grpo.update(model, reference, optimizer, rows, scores, shares, lr, o, make_batch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
