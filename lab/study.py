@@ -833,7 +833,7 @@ def figures(result: dict, path: Path):
 # RESULTS.md
 
 def theory_table(found: dict) -> str:
-    """All lines of theory.py in markdown."""
+    """All lines of theory.py or run_theory.py in markdown."""
     def number(value):
         return "" if value is None else f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
     code = lambda text: "`" + text.replace("|", "\\|") + "`"
@@ -854,12 +854,14 @@ def rates_chosen(result: dict) -> str:
 
 def sources(folder: Path) -> dict:
     """What a place in RESULTS.md may name: presets, the paper's numbers aside all that results/*.json has."""
-    study, theory, lookup = (read_json(folder / f"{name}.json") for name in ("results", "theory", "leak"))
+    study, lookup = (read_json(folder / f"{name}.json") for name in ("results", "leak"))
     found = {name: {**result, **result["numbers"], "tables": table(result)} for name, result in study.items()}
     found["main"]["rates chosen"] = rates_chosen(study["main"])
-    rows = {row["statement"]: row for row in theory["rows"]}
-    return {**found, "theory": {**theory, **rows, "table": theory_table(theory)},
-            "leak": {**lookup["numbers"], "table": leak.table(lookup["numbers"])}}
+    for name, file in (("theory", "theory"), ("run", "run_theory")):
+        lines = read_json(folder / f"{file}.json")
+        rows = {row["statement"]: row for row in lines["rows"]}
+        found[name] = {**lines, **rows, "table": theory_table(lines)}
+    return {**found, "leak": {**lookup["numbers"], "table": leak.table(lookup["numbers"])}}
 
 
 def fill(place: str, found: dict) -> str:
