@@ -1834,135 +1834,105 @@ def reward_ids(tokenizer):
     return [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)]
 
 
-def reward_rows(seed, untied=False):
-    """The new rows as hexadecimal text, in a process with its own random state."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    model, tokenizer = bare_policy(untied)
-    torch.manual_seed(seed)
-    policy.add_reward_tokens(model, tokenizer)
-    return model.get_input_embeddings().weight[reward_ids(tokenizer)].detach().numpy().tobytes().hex()
+def alike(a, b):
+    """Whether two dicts of tensors are the same, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+both_kinds = pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+full_and_lora = pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+
+
+@both_kinds
 @pytest.mark.parametrize("padding", [0, 1, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@both_dtypes
 def test_model_reward_rows(untied, padding, dtype):
-    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows differ and are
-    finite."""
+    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows are like others,
+    and the same in every process, whatever its random state (tf#33325, axolotl#2000)."""
     model, tokenizer = bare_policy(untied, padding, dtype)
-    size, embedding, head = len(tokenizer), model.get_input_embeddings(), model.get_output_embeddings()
-    before = embedding.weight.detach().clone(), head.weight.detach().clone()
-    policy.add_reward_tokens(model, tokenizer)
-    high, low = ids = reward_ids(tokenizer)
-    assert ids == [size, size + 1] == model.config.reward_token_ids and len(tokenizer) == size + 2
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert embedding.shape[0] == head.shape[0] == model.config.vocab_size == max(size + 2, size + padding)
-    others = [i for i in range(size + padding) if i not in ids]
-    assert torch.equal(embedding[others], before[0][others]) and torch.equal(head[others], before[1][others])
-    assert embedding[ids].isfinite().all() and head[ids].isfinite().all()
-    assert not torch.equal(embedding[high], embedding[low])
-    spread = embedding[:size].float().std(0).mean()
-    assert 0.5 * spread < (embedding[high] - embedding[low]).float().std() < 3 * spread, "of the size of other rows"
-    assert (head is embedding) == (not untied)
-    again = embedding.detach().clone()
-    policy.add_reward_tokens(model, tokenizer)
-    assert torch.equal(model.get_input_embeddings().weight, again) and len(tokenizer) == size + 2, "twice is once"
-    for token in (HIGH, LOW):
-        assert len(tokenizer(f"a{token}b {token}", add_special_tokens=False)["input_ids"]) >= 4
-        assert tokenizer(token, add_special_tokens=False)["input_ids"] == [tokenizer.convert_tokens_to_ids(token)]
+    size, before = len(tokenizer), copy.deepcopy(model.state_dict())
+    real, draw = before["model.embed_tokens.weight"][:size].float(), torch.Generator().manual_seed(20260203)
+    fresh = torch.stack([real.mean(0) + real.std(0) * torch.randn(32, generator=draw) for _ in range(2)])
+    for _ in range(2):                                   # twice is once
+        policy.add_reward_tokens(model, tokenizer)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        ids, others = [size, size + 1], [*range(size), *range(size + 2, size + padding)]
+        assert reward_ids(tokenizer) == ids == model.config.reward_token_ids and len(tokenizer) == size + 2
+        assert len(embedding) == len(head) == model.config.vocab_size == max(size + 2, size + padding)
+        assert torch.equal(embedding[others], before["model.embed_tokens.weight"][others])
+        assert torch.equal(head[others], before["lm_head.weight"][others]) and head[ids].isfinite().all()
+        assert torch.allclose(embedding[ids].float(), fresh, rtol=0.01) and (head is embedding) != untied
+    for token, i in zip((HIGH, LOW), ids):
+        found = tokenizer(f"a{token}b {token} c", add_special_tokens=False)["input_ids"]
+        assert found.count(i) == 2 and tokenizer.decode(found) == f"a{token}b {token} c"
 
 
-def test_model_reward_rows_are_the_same_in_every_process():
-    """The start of the new rows does not depend on any random state (tf#33325, axolotl#2000)."""
-    code = "import test_all; print(test_all.reward_rows(5))"
-    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
-                           cwd=Path(__file__).parent)
-    assert other.stdout.strip() == reward_rows(1) == reward_rows(2) == reward_rows(3, untied=False)
-    assert len(reward_rows(1)) == 2 * 32 * 8
+def test_model_builtin_is_a_function_of_its_seed():
+    def weights(state, seed):
+        torch.manual_seed(state)
+        return bare_policy(seed=seed)[0].state_dict()
+    assert alike(weights(1, 0), weights(2, 0)) and not alike(weights(1, 0), weights(1, 7))
 
 
 def test_model_reward_token_that_is_taken():
-    for special, message in ((False, "ordinary token"), (True, "did not make")):
+    for special, ids, said in ((False, None, "ordinary token"), (True, None, "did not make"),
+                               (True, [1, 2], "do not belong together")):
         model, tokenizer = bare_policy()
         tokenizer.add_tokens([AddedToken(HIGH, special=special, normalized=False)])
-        with pytest.raises(run.UserError, match=message):
+        model.config.reward_token_ids = ids
+        with pytest.raises(run.UserError, match=said):
             policy.add_reward_tokens(model, tokenizer)
-    model, tokenizer = tiny()
-    model.config.reward_token_ids = [1, 2]
-    with pytest.raises(run.UserError, match="do not belong together"):
-        policy.add_reward_tokens(model, tokenizer)
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@both_kinds
 def test_model_round_trip(tmp_path, untied):
     """The folder alone gives the same logits, the same prompt and the same ids, also for transformers' own classes, and
     tied matrices stay one (safetensors#98, tf#38870, LlamaFactory#8399, orlhf#1069)."""
-    if untied:
-        model, tokenizer = bare_policy(untied)
-        policy.add_reward_tokens(model, tokenizer)
-    else:
-        model, tokenizer = tiny()
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"] and (tmp_path / "c/model.safetensors").exists()
-    assert not [path for path in (tmp_path / "c").iterdir() if path.suffix in (".bin", ".pt", ".pkl", ".py")]
-    task, episode = talk()
-    texts = [f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé", *task.turns,
-             tokens.python_calls(task.golden[0])]
-    ids = [tokenizer(text)["input_ids"] for text in texts]
-    loaded = {"ours": policy.load_policy(str(tmp_path / "c")),
-              "theirs": (AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval(),
-                         AutoTokenizer.from_pretrained(tmp_path / "c"))}
-    for other, reader in loaded.values():
-        assert [reader(text)["input_ids"] for text in texts] == ids, "the tokenizer's own way to cut words is kept"
-        assert reader.chat_template == tokenizer.chat_template and reader.eos_token_id == tokenizer.eos_token_id
+    model, tokenizer = bare_policy(untied) if untied else tiny()
+    policy.add_reward_tokens(model, tokenizer)
+    folder, task = tmp_path / "c", talk()[0]
+    policy.save_policy(model, tokenizer, folder)
+    assert list(tmp_path.iterdir()) == [folder] and (folder / "model.safetensors").exists()
+    assert not {path.suffix for path in folder.iterdir()} & {".bin", ".pt", ".pkl", ".py"}
+    start, text = task.episode(), f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé {' '.join(task.turns)}"
+    batch = torch.tensor([tokenizer(text)["input_ids"]])
+    for other, reader in (policy.load_policy(str(folder)), (AutoModelForCausalLM.from_pretrained(folder).eval(),
+                                                            AutoTokenizer.from_pretrained(folder))):
+        assert [reader(text)["input_ids"]] == batch.tolist(), "the tokenizer's own way to cut words is kept"
         for goal in (HIGH, LOW, None):
-            start = task.episode()
-            assert Renderer(reader).prompt(start.messages, start.tools,
-                                           goal) == Renderer(tokenizer).prompt(start.messages, start.tools, goal)
-        with torch.no_grad():
-            batch = torch.tensor([ids[0]])
-            assert torch.equal(other(batch).logits, model(batch).logits)
-        same = other.get_input_embeddings().weight.data_ptr() == other.get_output_embeddings().weight.data_ptr()
-        assert same == (not untied) and other.config.reward_token_ids == reward_ids(reader)
-        assert list(map(torch.equal, other.state_dict().values(), model.state_dict().values())).count(False) == 0
-    assert len(loaded["ours"][1]) == len(tokenizer), "the tokens are not added again"
+            ours, theirs = (Renderer(each).prompt(start.messages, start.tools, goal) for each in (tokenizer, reader))
+            assert ours == theirs
+        assert torch.equal(other(batch).logits, model(batch).logits) and alike(other.state_dict(), model.state_dict())
+        assert (other.lm_head.weight is other.get_input_embeddings().weight) != untied
+        assert other.config.reward_token_ids == reward_ids(reader) and not other.training
+        assert len(reader) == len(tokenizer) and reader.eos_token_id == tokenizer.eos_token_id
 
 
-LONGER = {"rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}
-ROPES = {"base": ("Qwen2", {"rope_type": "default", "rope_theta": 1e6}),
-         "yarn": ("Qwen2", {"rope_type": "yarn", **LONGER}),
-         "llama3": ("Llama", {"rope_type": "llama3", **LONGER, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
-         "part": ("Phi3", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5})}
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_model_checkpoint_for_transformers_4(tmp_path, kind):
+@pytest.mark.parametrize("name, rope", [
+    ("Qwen2", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}),
+    ("Phi3", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5})])
+def test_model_checkpoint_for_transformers_4(tmp_path, name, rope):
     """With the keys of transformers 4 alone: the same logits, and a tokenizer by the names that it knows."""
-    _, tokenizer = tiny()
+    tokenizer = tiny()[1]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     torch.manual_seed(0)
-    name, rope = ROPES[kind]
-    config = getattr(transformers, name + "Config")(
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, rope_parameters=dict(rope),
-        pad_token_id=0, eos_token_id=1)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    config = json.loads((tmp_path / "c/config.json").read_text())
-    found = config.pop("rope_parameters")
-    assert {key: found[key] for key in rope} == rope and config["rope_theta"] == 1e6
-    reader = json.loads((tmp_path / "c/tokenizer_config.json").read_text())
+        pad_token_id=0, eos_token_id=1)).eval()
+    policy.save_policy(model, tokenizer, tmp_path)
+    config, reader = (json.loads((tmp_path / f"{file}.json").read_text()) for file in ("config", "tokenizer_config"))
+    assert config["rope_parameters"].items() >= rope.items() and config["rope_theta"] == 1e6
     assert reader["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in reader
     assert reader["additional_special_tokens"] == ["<|extra|>"]
     ids = torch.arange(2, 202)[None]
-    for new_keys in (found, None):
-        text = json.dumps({**config, **({"rope_parameters": new_keys} if new_keys else {})})
-        (tmp_path / "c/config.json").write_text(text)
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval()
-        with torch.no_grad():
-            assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "c").extra_special_tokens == ["<|extra|>"]
+    for _ in range(2):                                   # as it is written, then without the keys of transformers 5
+        again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
+        config.pop("rope_parameters", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert AutoTokenizer.from_pretrained(tmp_path).extra_special_tokens == ["<|extra|>"]
 
 
 @pytest.mark.parametrize("given, kept", [
@@ -1970,388 +1940,269 @@ def test_model_checkpoint_for_transformers_4(tmp_path, kind):
     ({"do_sample": False, "top_k": 20}, {"do_sample": True, "top_k": 20}), ({"length_penalty": 2.0}, {})])
 def test_model_defaults_of_decoding_can_be_saved(tmp_path, given, kept):
     """Hub models have a temperature without do_sample, which transformers 5.10 to 5.20 load and refuse to save."""
-    policy.save_policy(*tiny(), tmp_path / "c")
     file = tmp_path / "c/generation_config.json"
+    policy.save_policy(*tiny(), file.parent)
     file.write_text(json.dumps({"eos_token_id": [2, 5], **given}))
-    model, tokenizer = policy.load_policy(str(tmp_path / "c"))
+    model, tokenizer = policy.load_policy(str(file.parent))
     model.generation_config.validate(strict=True)
-    policy.save_policy(model, tokenizer, tmp_path / "d")
-    found = json.loads((tmp_path / "d/generation_config.json").read_text())
+    policy.save_policy(model, tokenizer, file.parent)
+    found = json.loads(file.read_text())
     assert found["eos_token_id"] == [2, 5] and {key: found[key] for key in {*given, "do_sample"} & found.keys()} == kept
 
 
 def test_model_save_replaces_whole_folders(tmp_path, monkeypatch):
     """A crash while saving leaves the checkpoint of before."""
-    model, tokenizer = tiny()
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    before = (tmp_path / "c/model.safetensors").read_bytes()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.add_(1)
-    with monkeypatch.context() as patch:
+    (model, tokenizer), file = tiny(), tmp_path / "c/model.safetensors"
+    policy.save_policy(model, tokenizer, file.parent)
+    before = file.read_bytes()
+    torch.nn.init.zeros_(model.get_input_embeddings().weight)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(type(tokenizer), "save_pretrained", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert (tmp_path / "c/model.safetensors").read_bytes() == before
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert (tmp_path / "c/model.safetensors").read_bytes() != before and [p.name for p in tmp_path.iterdir()] == ["c"]
+        policy.save_policy(model, tokenizer, file.parent)
+    assert file.read_bytes() == before
+    policy.save_policy(model, tokenizer, file.parent)
+    assert file.read_bytes() != before and list(tmp_path.iterdir()) == [file.parent]
+
+
+def refused(name, why):
+    """load_policy says in one line why it does not load this."""
+    with pytest.raises(run.UserError, match=rf"\A{why}[^\n]+\Z"):
+        policy.load_policy(str(name))
 
 
 def test_model_names_that_cannot_be_loaded(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.gguf").write_text("no")
-    for name in ("nobody/nothing", str(tmp_path / "empty"), str(tmp_path / "bad.gguf"), str(tmp_path / "none")):
-        missing = "" if importlib.util.find_spec("gguf") or not name.endswith(".gguf") else "|reading a GGUF file needs"
-        with pytest.raises(run.UserError, match=f"^(cannot load a model from {re.escape(name)}: {missing})[^\n]+$"):
-            policy.load_policy(name)
+    for name in ("nobody/nothing", tmp_path / "empty", tmp_path / "bad.gguf", tmp_path / "none"):
+        gguf = str(name).endswith(".gguf") and not importlib.util.find_spec("gguf")
+        refused(name, "reading a GGUF file needs" if gguf else f"cannot load a model from {re.escape(str(name))}: ")
 
 
-class Bomb:
-    """Unpickling it runs code."""
-
-    def __reduce__(self):
-        return os.system, ("touch exploded",)
-
-
-def test_model_pickles_are_never_read(tmp_path, monkeypatch):
-    """A folder with pickles only is refused in one line; beside safetensors they are not opened."""
+def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
+    """Pickles are not opened; auto_map is not followed, and nobody is asked (transformers would, on the terminal)."""
     monkeypatch.chdir(tmp_path)
     model, tokenizer = tiny()
     policy.save_policy(model, tokenizer, "c")
     weights = Path("c/model.safetensors").rename("weights")
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
-        Path("c", name).write_bytes(pickle.dumps(Bomb()))
-        said = rf"^c has its weights as pickle only \({name}\), and reading a pickle can run any code: [^\n]+$"
-        with pytest.raises(run.UserError, match=said):
-            policy.load_policy("c")
-        Path("c", name).rename(f"c/{name}.away")
-    Path("c/model.safetensors").write_bytes(weights.read_bytes())
-    for file in list(Path("c").glob("*.away")):
-        file.rename(file.with_suffix(""))
+        Path("c", name).write_text("not to be opened")
+    refused("c", r"c has its weights as pickle only \(pytorch_model.bin, model.pt, consolidated.00.pth\), and reading ")
+    weights.rename("c/model.safetensors")
     assert torch.equal(policy.load_policy("c")[0].lm_head.weight, model.lm_head.weight)
-    assert not Path("exploded").exists()
-
-
-def in_the_cache(monkeypatch, folder, model, tokenizer):
-    """Make nobody/something a model that was downloaded before -> its snapshot folder."""
-    monkeypatch.setattr(policy.hub, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
-    (folder / "models--nobody--something/refs").mkdir(parents=True)
-    (folder / "models--nobody--something/refs/main").write_text("0" * 40)
-    policy.save_policy(model, tokenizer, folder / "models--nobody--something/snapshots" / ("0" * 40))
-    return folder / "models--nobody--something/snapshots" / ("0" * 40)
-
-
-@pytest.mark.parametrize("kind", ["closed", "silent"])
-def test_model_without_a_network(tmp_path, monkeypatch, kind):
-    """A closed port, and an address that never answers: one line in seconds (transformers alone tries for a minute);
-    what is in the cache still loads, and there too pickles are not read."""
-    busy = socket.socket()
-    busy.bind(("127.0.0.1", 0))
-    waiting = []
-    if kind == "silent":
-        busy.listen(0)
-        for _ in range(4):          # the queue is full: further ones get no answer
-            waiting.append(socket.socket())
-            waiting[-1].setblocking(False)
-            waiting[-1].connect_ex(busy.getsockname())
-    snapshot = in_the_cache(monkeypatch, tmp_path, *tiny())
-    monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{busy.getsockname()[1]}")
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    began = time.monotonic()
-    said = "^cannot load a model from nobody/nothing: http://127.0.0.1:[0-9]+ does not answer[^\n]+$"
-    with pytest.raises(run.UserError, match=said):
-        policy.load_policy("nobody/nothing")
-    assert time.monotonic() - began < (3 if kind == "closed" else 10)
-    if kind == "closed":
-        assert torch.equal(policy.load_policy("nobody/something")[0].lm_head.weight, tiny()[0].lm_head.weight)
-        (snapshot / "model.safetensors").unlink()
-        torch.save(tiny()[0].state_dict(), snapshot / "pytorch_model.bin")
-        with pytest.raises(run.UserError, match="^cannot load a model from nobody/something: [^\n]+$"):
-            policy.load_policy("nobody/something")
-    for connection in [busy, *waiting]:
-        connection.close()
-
-
-def test_model_asks_the_hub_only_where_it_must(monkeypatch, tmp_path):
-    """Not for folders and files, not when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try; a
-    port that listens is enough."""
-    monkeypatch.setattr(policy, "hub_answers", lambda: 1 / 0)
-    policy.save_policy(*tiny(), tmp_path / "c")
-    policy.load_policy(str(tmp_path / "c"))
-    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", True)
-    assert "local_files_only" not in policy._loading_rules("nobody/nothing")
-    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ZeroDivisionError):
-        policy.load_policy("nobody/nothing")
-    monkeypatch.undo()
-    monkeypatch.setattr(policy.hub, "ENDPOINT", "http://127.0.0.1:9")
-    for scheme in ("http", "all"):
-        monkeypatch.setattr(urllib.request, "getproxies", lambda: {scheme: "http://127.0.0.1:9"})
-        assert policy.hub_answers()
-    monkeypatch.setattr(urllib.request, "getproxies", lambda: {})
-    assert not policy.hub_answers()
-    with monkeypatch.context() as patch:        # looking up a name may take its time, whatever the timeout
-        patch.setattr(socket, "create_connection", lambda *_: time.sleep(3))
-        began = time.monotonic()
-        assert not policy.hub_answers(0.2) and time.monotonic() - began < 2
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}/hub")
-        assert policy.hub_answers()
-
-
-def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
-    """auto_map: one line, nobody is asked (transformers would, on the terminal), and no code runs."""
-    monkeypatch.chdir(tmp_path)
-    model, tokenizer = tiny()
-    policy.save_policy(model, tokenizer, "c")
-    config = json.loads(Path("c/config.json").read_text())
-    config |= {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}}
-    Path("c/config.json").write_text(json.dumps(config))
+    file, asked = Path("c/config.json"), []
+    config = json.loads(file.read_text()) | {
+        "model_type": "odd", "auto_map": {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}}
+    file.write_text(json.dumps(config))
     Path("c/odd.py").write_text("open('exploded', 'w')")
-    asked = []
     monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "n")
-    said = r"^cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)[^\n]+$"
-    with pytest.raises(run.UserError, match=said):
-        policy.load_policy("c")
-    assert not asked and not Path("exploded").exists()
-    config["model_type"] = "llama"       # a model that transformers knows: its own class is used
-    Path("c/config.json").write_text(json.dumps(config))
-    assert type(policy.load_policy("c")[0]) is LlamaForCausalLM and not Path("exploded").exists()
+    refused("c", r"cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)")
+    file.write_text(json.dumps(config | {"model_type": "llama"}))    # transformers knows it: its own class is used
+    assert type(policy.load_policy("c")[0]) is LlamaForCausalLM and not asked and not Path("exploded").exists()
 
 
-def ragged(model, lengths=(9, 5, 7), seed=0):
-    """Random ids and a mask over the later part of every row, padded on the right with token 3."""
-    rng = np.random.default_rng(seed)
+def test_model_without_a_network(tmp_path, monkeypatch):
+    """One line in seconds (transformers alone tries for a minute), and what is in the cache still loads. The hub is not
+    asked for folders, nor when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try."""
+    model, main, commit = tiny()[0], tmp_path / "models--nobody--something/refs/main", "0" * 40
+    main.parent.mkdir(parents=True)
+    main.write_text(commit)
+    snapshot = main.parents[1] / "snapshots" / commit
+    policy.save_policy(*tiny(), snapshot)
+    port, proxies = socket.create_server(("127.0.0.1", 0), backlog=1), {}
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: proxies)
+    monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{port.getsockname()[1]}/hub")
+    monkeypatch.setattr(policy.hub, "HF_HUB_CACHE", str(tmp_path))
+    assert policy.hub_answers()
+    port.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "hub_answers", lambda: 1 / 0)
+        assert policy._loading_rules("nobody/nothing") == {"trust_remote_code": False, "use_safetensors": True}
+        monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
+        policy.load_policy(str(snapshot))
+    began = time.monotonic()
+    refused("nobody/nothing", f"cannot load a model from nobody/nothing: {policy.hub.ENDPOINT} does not answer")
+    assert torch.equal(policy.load_policy("nobody/something")[0].lm_head.weight, model.lm_head.weight)
+    assert time.monotonic() - began < 4
+    for scheme, answers in ("http", True), ("all", True), ("ftp", False):
+        proxies = {scheme: "http://127.0.0.1:9"}
+        assert policy.hub_answers() == answers
+    monkeypatch.setattr(socket, "create_connection", lambda *_: time.sleep(2) or socket.socket())
+    began = time.monotonic()        # looking up a name may take its time, whatever the timeout
+    assert not policy.hub_answers(0.1) and time.monotonic() - began < 1.5 and policy.hub_answers.__defaults__ <= (5,)
+
+
+def ragged(model, lengths=(9, 5, 7), shared=0):
+    """Random ids after reward tokens, padded on the right with token 3, and a mask over the later part of every row."""
+    rng = np.random.default_rng(0)
     rows = [rng.integers(0, model.config.vocab_size - 4, n).tolist() for n in lengths]
-    masks = [[i >= 2 and (i + n) % 3 != 0 for i in range(n)] for n in lengths]
+    rows = [[row[0], model.config.reward_token_ids[n % 2], *row[2:]] for n, row in enumerate(rows)]
+    rows = [rows[0][:shared] + row[shared:] for row in rows]
+    masks = [[i > max(1, shared) and (i == shared + 1 or (i + n) % 3 != 0) for i in range(n)] for n in lengths]
     return policy.pad(rows, 3, "cpu"), policy.pad(masks, False, "cpu"), rows, masks
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_model_token_logprobs_by_hand(temperature):
-    """logits[t-1] score token t (trl#3681), over the temperature (trl#3029), reward tokens banned, in fp32."""
+def test_model_token_logprobs_by_hand(temperature, monkeypatch):
+    """logits[t-1] score token t (trl#3681), over the temperature (trl#3029), reward tokens banned, in fp32;
+    the full logits of a sequence never exist (nrl#4222, trl#2683)."""
     model, tokenizer = tiny()
-    ids, mask, rows, masks = ragged(model)
-    values = policy.token_logprobs(model, ids, mask, temperature)
-    assert values.shape == ids.shape and values.dtype == torch.float32 and (values[~mask] == 0).all() and mask.sum() > 8
-    for b, (row, ours) in enumerate(zip(rows, masks)):
-        logits = model(torch.tensor([row])).logits[0].detach().double() / temperature   # (T, V)
-        logits[:, reward_ids(tokenizer)] = -math.inf
-        probs = logits.exp() / logits.exp().sum(-1, keepdim=True)
-        assert torch.allclose(probs.sum(-1), torch.ones(len(row), dtype=torch.double))
-        for t in range(len(row)):
-            if ours[t]:
-                assert abs(values[b, t].item() - math.log(probs[t - 1, row[t]])) < 1e-5
-    assert policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0,
-        1].item() == -math.inf
-
-
-def test_model_token_logprobs_see_no_padding_and_no_chunks(monkeypatch):
-    """What stands behind a row, the other rows and the chunks of the head (nrl#4222) change neither values nor
-    gradients."""
-    model, _ = tiny()
-    ids, mask, rows, masks = ragged(model)
-
-    def values_and_gradients(ids, mask):
-        model.zero_grad()
-        values = policy.token_logprobs(model, ids, mask)
-        (values * torch.linspace(1, 2, values.shape[1])).sum().backward()
-        return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-    values, gradients = values_and_gradients(ids, mask)
-    other = torch.where(torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows]), ids, 11)
-    wider = torch.nn.functional.pad(other, (0, 4), value=500)
-    for changed, keep in ((other, mask), (wider, torch.nn.functional.pad(mask, (0, 4)))):
-        again, _ = values_and_gradients(changed, keep)
-        assert torch.allclose(again[:, :ids.shape[1]], values, atol=1e-6) and not torch.equal(changed[:, :9], ids)
-    for b, (row, ours) in enumerate(zip(rows, masks)):
-        alone = policy.token_logprobs(model, torch.tensor([row]), torch.tensor([ours]))
-        assert torch.allclose(alone[0], values[b, :len(row)], atol=1e-6)
-    for chunk in (1, 4):
+    ids, mask, *_ = ragged(model)
+    logits = model(ids).logits.detach().double() / temperature                         # (B, T, V)
+    logits[..., reward_ids(tokenizer)] = -math.inf
+    wanted, seen, n = torch.zeros(ids.shape, dtype=torch.double), [], int(mask.sum())
+    for b, t in mask.nonzero().tolist():
+        wanted[b, t] = logits[b, t - 1, ids[b, t]] - logits[b, t - 1].exp().sum().log()
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    for chunk in (n + 1, 4, 1):
         monkeypatch.setattr(policy, "HEAD_CHUNK", chunk)
-        chunked, same = values_and_gradients(ids, mask)
-        assert torch.allclose(chunked, values, atol=1e-6) and (same - gradients).norm() < 1e-5 * gradients.norm()
-    assert gradients.abs().max() > 0.1
+        values = policy.token_logprobs(model, ids, mask, temperature)
+        assert values.dtype == torch.float32 and torch.allclose(values.double(), wanted, rtol=0, atol=1e-5)
+    assert seen == [n, *[4] * (n // 4), n % 4, *[1] * n] and n == 10
+    banned = torch.tensor([[1, reward_ids(tokenizer)[0]]])
+    assert policy.token_logprobs(model, banned, torch.tensor([[False, True]]))[0, 1].item() == -math.inf
 
 
-def test_model_head_runs_on_sampled_positions_only(monkeypatch):
-    """The full logits of a sequence never exist (nrl#4222, trl#2683)."""
-    model, _ = tiny()
-    ids, mask, *_ = ragged(model)
-    seen = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    monkeypatch.setattr(policy, "HEAD_CHUNK", 4)
-    with torch.no_grad():
-        policy.token_logprobs(model, ids, mask)
-    assert sum(shape[0] for shape in seen) == int(mask.sum()) and max(shape[0] for shape in seen) <= 4
-
-
-def test_model_token_logprobs_of_nothing():
-    """An all-False mask gives zeros, and backward works (trl#3248)."""
-    model, _ = tiny()
-    ids, mask, *_ = ragged(model)
-    values = policy.token_logprobs(model, ids, torch.zeros_like(mask))
-    assert values.shape == ids.shape and (values == 0).all()
-    values.sum().backward()
-    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora, grad_checkpoint"])
-def test_model_token_logprobs_with_a_shared_prompt(with_lora):
-    """Computed once, what all rows share changes neither values nor gradients."""
-    model, _ = tiny()
+@pytest.mark.parametrize("grad_checkpoint", [False, True], ids=["kept", "grad_checkpoint"])
+@full_and_lora
+def test_model_scores_and_gradients_in_every_way(with_lora, grad_checkpoint, monkeypatch):
+    """The same whatever stands behind a row and in other rows, in chunks of the head (nrl#4222), with a shared prompt
+    that is computed once, and with layers that run a second time in the backward pass (never without gradients)."""
+    model, runs, fed = tiny()[0], [], []
     if with_lora:
-        policy.recompute_layers(adapted(model))
-    ids, mask, *_ = ragged(model, (30, 24, 30, 27))
-    ids[:, :17] = ids[0, :17]
-    mask[:, :18] = False
-    mask[:, 18] = True                                   # the first that can be sampled: one of the row's own precedes
-    fed, found = [], []
-    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
-    for shared in (0, 17, 5):
+        adapted(model)
+    ids, mask, rows, masks = ragged(model, (30, 24, 30, 27), shared=17)
+    longer = policy.pad([*rows, [500] * 34], 11, "cpu"), policy.pad([*masks, [False] * 34], False, "cpu")
+
+    def score(ids, mask, shared=0):
+        """Log-probs, and the gradient of a sum in which every place has its own weight."""
         model.zero_grad()
         values = policy.token_logprobs(model, ids, mask, 0.8, shared)
-        (values * torch.linspace(1, 2, 30) * torch.arange(1, 5)[:, None]).sum().backward()
-        found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])))
-    assert fed == [120, 17, 4 * 13, 5, 4 * 25]
-    for values, gradients in found[1:]:
-        assert torch.allclose(values, found[0][0], atol=1e-5)
-        assert (gradients - found[0][1]).norm() < 1e-5 * gradients.norm()
-    assert (found[0][0][mask] != 0).all()
+        (values * torch.arange(1, ids.shape[1] + 1) * torch.arange(1, len(ids) + 1)[:, None]).sum().backward()
+        return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    values, gradient = score(ids, mask)
+    assert values[mask].all() and gradient.any()
+    policy.MemoryOptions(grad_checkpoint=grad_checkpoint).prepare(model, 0)
+    for layer in model.base_model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, inputs: runs.append(1))
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    for chunk, inputs, shared in (2048, longer, 0), (7, (ids, mask), 0), (2048, (ids, mask), 17), (7, (ids, mask), 5):
+        monkeypatch.setattr(policy, "HEAD_CHUNK", chunk)
+        again, same = score(*inputs, shared)
+        assert torch.allclose(again[:4, :30], values, atol=1e-5) and (same - gradient).norm() < 1e-5 * gradient.norm()
+        passes = [shared, 4 * (30 - shared)] if shared else [inputs[0].numel()]
+        assert fed == passes and len(runs) == 2 * len(passes) * (2 if grad_checkpoint else 1) and not model.training
+        fed.clear()
+        runs.clear()
+    with torch.no_grad():
+        policy.token_logprobs(model, ids, mask)
+    assert len(runs) == 2, "two layers"
+    nothing = score(ids, torch.zeros_like(mask))         # and backward works (trl#3248)
+    assert nothing[0].shape == ids.shape and not any(each.any() for each in nothing)
+    assert all(layer.forward.__self__ is layer for layer in copy.deepcopy(model).base_model.layers)
+    with pytest.raises(run.UserError, match="--grad_checkpoint"):
+        policy.recompute_layers(torch.nn.Linear(2, 2))
 
 
 def test_model_log_softmax_is_fp32():
     """In bf16 the log-softmax is off by up to 0.05 nats, noise against a clip of 0.2 (tf#31267)."""
     model, tokenizer = tiny()
     model = model.to(torch.bfloat16)
-    ids, mask, rows, _ = ragged(model)
-    with torch.no_grad():
-        values, hidden = policy.token_logprobs(model, ids, mask), model.base_model(ids).last_hidden_state
-        logits = model.lm_head(hidden)
-    assert values.dtype == torch.float32 and logits.dtype == torch.bfloat16
+    ids, mask, *_ = ragged(model)
+    values, logits = policy.token_logprobs(model, ids, mask), model(ids).logits.detach().double()
     logits[..., reward_ids(tokenizer)] = -math.inf
-    index = ids[:, 1:, None]
-    exact = logits[:, :-1].double().log_softmax(-1).gather(-1, index)[..., 0][mask[:, 1:]]
-    rough = logits[:, :-1].log_softmax(-1).gather(-1, index)[..., 0][mask[:, 1:]]
-    ours = values[:, 1:][mask[:, 1:]]
-    assert (ours - exact).abs().max() < 1e-5 < 0.005 < (rough - exact).abs().max()
+    exact = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert values.dtype == torch.float32 and (values[:, 1:] - exact)[mask[:, 1:]].abs().max() < 1e-5
 
 
-def test_model_fp32_masters_move_where_bf16_does_not():
-    """50 Adam steps at 1e-5 leave a bf16 weight of 0.02 where it was (AReaL#1634); the masters take them."""
-    models = [bare_policy(dtype=torch.bfloat16)[0] for _ in range(2)]
-    alone, ours = ([p for p in model.parameters() if p.dim() == 2] for model in models)
-    for weight in alone + ours:
-        torch.nn.init.constant_(weight, 0.02)
-    start = torch.tensor(0.02, dtype=torch.bfloat16)
-    adam, optimizer = torch.optim.AdamW(alone, lr=1e-5, weight_decay=0.0), policy.Optimizer(models[1], 1e-5)
-    for _ in range(50):
-        for weight in alone + ours:
-            weight.grad = torch.ones_like(weight)
-        adam.step()
-        optimizer.step(1e-5, 1e9)
-    assert all((weight == start).all() for weight in alone), "bf16 alone stands still"
-    assert all(master.dtype == torch.float32 for master in optimizer.masters)
-    for weight, master in zip(optimizer.params, optimizer.masters):
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16))
-        assert weight.grad is None is master.grad
-        if weight.dim() == 2:
-            assert torch.allclose(master, torch.tensor(0.02 - 50e-5), atol=5e-5) and (weight < start).all()
+def pull(model):
+    """The gradient that makes the same tokens more likely."""
+    (-policy.token_logprobs(model, *ragged(model)[:2])).sum().backward()
 
 
-def test_model_optimizer_step():
-    """The norm is that before clipping, the clipped gradient goes in, and the reward rows learn at their own speed."""
-    for speed in (1.0, 10.0):
-        model, tokenizer = tiny()
-        before = model.lm_head.weight.detach().clone()
-        optimizer = policy.Optimizer(model, 1e-3, row_speed=speed)
-        for p in model.parameters():
+def descend(model, optimizer, steps=1, lr=1e-3):
+    for _ in range(steps):
+        pull(model)
+        assert optimizer.step(lr, 1.0) > 0
+
+
+def two_learners(dtype, **options):
+    """Twice the same (model, optimizer)."""
+    return [(model, policy.Optimizer(model, 1e-3, **options)) for model in (tiny()[0].to(dtype) for _ in range(2))]
+
+
+@both_dtypes
+@full_and_lora
+@pytest.mark.parametrize("speed", [1.0, 10.0])
+def test_model_optimizer_step(dtype, with_lora, speed):
+    """Reward rows have their own speed; fp32 masters take steps that leave bf16 weights where they are (AReaL#1634)."""
+    model, tokenizer = tiny()
+    table, rows = model.to(dtype).get_input_embeddings().weight, reward_ids(tokenizer)
+    if with_lora:
+        table, rows = adapted(model, trained=False).get_input_embeddings().reward_rows, [0, 1]
+    optimizer = policy.Optimizer(model, 1.0, row_speed=speed)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before, norm = copy.deepcopy(params), math.sqrt(sum(p.numel() for p in params.values()))
+    for _ in range(2):
+        for p in params.values():
             p.grad = torch.ones_like(p)
-        norm = math.sqrt(sum(p.numel() for p in model.parameters()))
-        assert optimizer.step(1e-3, 2.0) == pytest.approx(norm, rel=1e-4)
-        assert torch.allclose(optimizer.tensors()["exp_avg.0"], torch.tensor(0.1 * 2 / norm), rtol=1e-3)
-        change, rows = before - model.lm_head.weight, reward_ids(tokenizer)
-        others = [i for i in range(len(before)) if i not in rows]
-        assert torch.allclose(change[others], torch.tensor(1e-3),
-                              atol=1e-5), "Adam's first step has the size of the rate"
-        assert torch.allclose(change[rows], torch.tensor(speed * 1e-3), atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_model_optimizer_resumes_exactly(dtype):
-    """4 steps are 2 + 2, bit for bit (tf#40500): masters, moments and step counts all come back."""
-    ids, mask, *_ = ragged(tiny()[0])
-
-    def learn(model, optimizer, steps):
-        for _ in range(steps):
-            (-policy.token_logprobs(model, ids, mask)).sum().backward()
-            optimizer.step(1e-3, 1.0)
-    model = tiny()[0].to(dtype)
-    optimizer = policy.Optimizer(model, 1e-3, betas=(0.9, 0.99))
-    learn(model, optimizer, 2)
-    state = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
-    half = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    learn(model, optimizer, 2)
-    for weights in (half, tiny()[0].state_dict()):      # also where the weights on disk are older than the state
-        resumed = tiny()[0].to(dtype)
-        resumed.load_state_dict(weights)
-        again = policy.Optimizer(resumed, 1e-3, betas=(0.9, 0.99))
-        again.load_tensors(state)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), half.values()))
-        learn(resumed, again, 2)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), model.state_dict().values()))
-        assert all(torch.equal(a, b) for a, b in zip(again.tensors().values(), optimizer.tensors().values()))
-    assert not torch.equal(half["lm_head.weight"], model.state_dict()["lm_head.weight"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "overflow"])
-def test_model_optimizer_leaves_everything_alone_without_a_norm(bad, dtype):
-    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: no weight, moment or master changes, and the
-    next step is as if nothing had been."""
-    ids, mask, *_ = ragged(tiny()[0])
-    models = [tiny()[0].to(dtype) for _ in range(2)]
-    optimizers = [policy.Optimizer(model, 1e-3, weight_decay=0.1, row_speed=10.0) for model in models]
-    for turn in range(3):
-        if turn == 1:
-            before = {name: tensor.clone() for name,
-                      tensor in (models[0].state_dict() | optimizers[0].tensors()).items()}
-            for p in models[0].parameters():
-                p.grad = torch.ones_like(p)
-            optimizers[0].params[-1].grad.view(-1)[-1] = torch.finfo(dtype).max if bad == "overflow" else bad
-            norm = optimizers[0].step(1e-3, 1.0)
-            assert not math.isfinite(norm) and optimizers[0].begun == 1
-            assert all(p.grad is None for p in models[0].parameters())
-            assert all(torch.equal(tensor, before[name]) for name,
-                       tensor in (models[0].state_dict() | optimizers[0].tensors()).items())
-            continue
-        for model, optimizer in zip(models, optimizers):
-            (-policy.token_logprobs(model, ids, mask)).sum().backward()
-            assert optimizer.step(1e-3, 1.0) > 0
-    assert all(torch.equal(a, b) for a, b in zip(optimizers[0].tensors().values(), optimizers[1].tensors().values()))
+        assert optimizer.step(1e-3, 2.0) == pytest.approx(norm, rel=1e-4), "that before clipping"
+    for (name, p), master in zip(params.items(), optimizer.masters, strict=True):
+        wanted = torch.full(p.shape, 2e-3)               # the same gradient twice: Adam steps by the rate
+        if p is table:
+            wanted[rows] *= speed
+        assert torch.allclose(before[name].float() - master, wanted, atol=1e-5), name
+        assert master.dtype == torch.float32 and p.dtype == dtype and torch.equal(p, master.to(dtype))
+        assert p.grad is None is master.grad
 
 
 def test_model_optimizer_step_is_adamw_in_parts(monkeypatch):
     """Bit for bit what clip_grad_norm_ and one AdamW step over everything give, in whatever parts."""
-    ids, mask, *_ = ragged(tiny()[0])
-    models = [tiny()[0] for _ in range(3)]
-    plain = torch.optim.AdamW(models[0].parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    ours = []
+    options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    models, ours = [tiny()[0] for _ in range(3)], []
+    plain = torch.optim.AdamW(models[0].parameters(), **options)
     for model, chunk in zip(models[1:], (10**9, 2000)):
         monkeypatch.setattr(policy, "STEP_CHUNK", chunk)
-        ours.append(policy.Optimizer(model, 1e-3, betas=(0.9, 0.99), weight_decay=0.1))
+        ours.append(policy.Optimizer(model, **options))
     assert len(ours[0].parts) == 1 < 3 < len(ours[1].parts)
     for _ in range(3):
         for model in models:
-            (-policy.token_logprobs(model, ids, mask)).sum().backward()
+            pull(model)
         norm = float(torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.5))
         plain.step()
         plain.zero_grad()
         assert [optimizer.step(1e-3, 0.5) for optimizer in ours] == [norm, norm] and norm > 0.5
-    for a, b, c in zip(*(model.parameters() for model in models)):
-        assert torch.equal(a, b) and torch.equal(a, c) and b.grad is None
+    assert all(alike(model.state_dict(), models[0].state_dict()) for model in models)
+
+
+@both_dtypes
+def test_model_optimizer_resumes_exactly(dtype):
+    """4 steps are 2 + 2, bit for bit (tf#40500), whatever the weights: masters, moments and step counts come back."""
+    (model, optimizer), (resumed, again) = two_learners(dtype, betas=(0.9, 0.99))
+    descend(model, optimizer, 2)
+    half = copy.deepcopy(model.state_dict())
+    again.load_tensors(copy.deepcopy(optimizer.tensors()))
+    assert alike(resumed.state_dict(), half)
+    descend(model, optimizer, 2)
+    descend(resumed, again, 2)
+    assert alike(resumed.state_dict(), model.state_dict()) and alike(again.tensors(), optimizer.tensors())
+    assert not alike(resumed.state_dict(), half)
+
+
+@both_dtypes
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "overflow"])
+def test_model_optimizer_leaves_everything_alone_without_a_norm(bad, dtype):
+    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: the next step is as if nothing had been."""
+    (model, optimizer), (twin, other) = two_learners(dtype, weight_decay=0.1, row_speed=10.0)
+    descend(model, optimizer)
+    before = copy.deepcopy(model.state_dict() | optimizer.tensors())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.params[-1].grad.view(-1)[-1] = torch.finfo(dtype).max if bad == "overflow" else bad
+    assert not math.isfinite(optimizer.step(1e-3, 1.0)) and optimizer.begun == 1
+    assert all(p.grad is None for p in model.parameters()) and alike(model.state_dict() | optimizer.tensors(), before)
+    descend(model, optimizer)
+    descend(twin, other, 2)
+    assert alike(optimizer.tensors(), other.tensors())
 
 
 def adapted(model, rank=4, alpha=8.0, seed=0, targets=policy.MemoryOptions.lora_targets, trained=True):
@@ -2365,69 +2216,29 @@ def adapted(model, rank=4, alpha=8.0, seed=0, targets=policy.MemoryOptions.lora_
     return model
 
 
-@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
-def test_model_grad_checkpoint(with_lora):
-    """Every layer runs a second time in the backward pass, with the same gradients; without gradients once, as ever."""
-    found, runs = [], collections.Counter()
-    for on in (False, True):
-        model, _ = tiny()
-        if with_lora:
-            adapted(model)
-        ids, mask, *_ = ragged(model)
-        policy.MemoryOptions(grad_checkpoint=on).prepare(model, 0)
-        for layer in model.base_model.layers:
-            layer.mlp.register_forward_pre_hook(lambda module, inputs: runs.update([on]))
-        with torch.no_grad():
-            values = policy.token_logprobs(model, ids, mask)
-        assert runs[on] == 2, "two layers"
-        policy.token_logprobs(model, ids, mask).sum().backward()
-        assert runs[on] == (6 if on else 4) and not model.training
-        found.append([values, *(p.grad for p in model.parameters() if p.requires_grad)])
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(*found)) and found[0][-1].abs().max() > 0
-    twin = copy.deepcopy(model)
-    assert all(layer.forward.__self__ is layer for layer in twin.base_model.layers)
-    with pytest.raises(run.UserError, match="--grad_checkpoint"):
-        policy.recompute_layers(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@both_dtypes
 def test_model_lora_learns_beside_frozen_weights(dtype):
-    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives the base
-    back."""
-    model, tokenizer = tiny()
-    base = copy.deepcopy(model.to(dtype))
-    adapted(model, trained=False)
-    ids, mask, *_ = ragged(model)
-    ids[:, 1] = torch.tensor([*reward_ids(tokenizer), 5])
-    names = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(names) == 2 * 7 * 2 + 1
-    assert all(name.split(".")[-1] in ("lora_A", "lora_B", "reward_rows") for name in names)
-    assert all(p.dtype == dtype for p in model.parameters())
-    assert model.get_input_embeddings().reward_rows.shape == (2, 32)
+    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives it back."""
+    base = tiny()[0].to(dtype)
+    model = adapted(copy.deepcopy(base), trained=False)
+    before = copy.deepcopy(model.state_dict())
 
+    @torch.no_grad()
     def logits(model):
-        with torch.no_grad():
-            return model(ids).logits
+        return model(ragged(base)[0]).logits
     start = logits(base)
     assert torch.equal(logits(model), start)
-    optimizer = policy.Optimizer(model, 1e-2)
-    for _ in range(3):
-        (-policy.token_logprobs(model, ids, mask)).sum().backward()
-        assert {name for name, p in model.named_parameters() if p.grad is not None} == names
-        optimizer.step(1e-2, 1.0)
-    old = dict(base.named_parameters())
+    descend(model, policy.Optimizer(model, 1e-2), steps=3, lr=1e-2)
+    kinds = collections.Counter()
     for name, p in model.named_parameters():
-        if name in names and not name.endswith("lora_A"):
-            table = base.get_input_embeddings().weight
-            fresh = table[reward_ids(tokenizer)] if name.endswith("rows") else torch.zeros_like(p)
-            assert (p != fresh).float().mean() > 0.9, name
-        assert name in names or torch.equal(p, old[name]), name
+        moved = (p != before[name]).float().mean()
+        assert moved > 0.9 if p.requires_grad else moved == 0, name
+        kinds.update([name.split(".")[-1]] * p.requires_grad)
+    assert kinds == {"lora_A": 14, "lora_B": 14, "reward_rows": 1} and {p.dtype for p in model.parameters()} == {dtype}
     changed = logits(model)
-    assert (changed - start)[:2].abs().max() > 0.1
-    with lora.base_weights(model):
-        assert torch.equal(logits(model), start), "the reward rows too are those of before"
-    assert torch.equal(logits(model), changed)
+    assert (changed - start).abs().max() > 0.1
     with pytest.raises(ZeroDivisionError), lora.base_weights(model):
+        assert torch.equal(logits(model), start), "the reward rows too are those of before"
         1 / 0
     assert torch.equal(logits(model), changed) and torch.equal(logits(copy.deepcopy(model)), changed)
     assert policy.reference_policy(model) is model and policy.reference_policy(base) is not base
@@ -2435,90 +2246,60 @@ def test_model_lora_learns_beside_frozen_weights(dtype):
 
 def test_model_lora_by_hand():
     """W x + alpha / rank * B A x; A is a function of the seed; only the layers that are named."""
-    model = adapted(tiny()[0], rank=3, alpha=12.0, targets="k_proj,down_proj")
-    names = {name.split(".")[-2] for name, _ in model.named_parameters() if "lora" in name}
-    assert names == {"k_proj", "down_proj"}
-    k = model.base_model.layers[1].self_attn.k_proj
-    assert k.lora_A.shape == (3, 32) and k.lora_B.shape == (16, 3)
-    assert k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
+    def k_proj(**changes):
+        return adapted(tiny()[0], **changes).base_model.layers[1].self_attn.k_proj
+    model = adapted(tiny()[0], targets="k_proj,down_proj")
+    assert {name.split(".")[-2] for name in model.state_dict() if "lora" in name} == {"k_proj", "down_proj"}
+    k = k_proj(rank=3, alpha=12.0)
+    assert k.lora_A.shape == (3, 32) and k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(k(x), x @ k.weight.T + 4.0 * x @ k.lora_A.T @ k.lora_B.T, atol=1e-6)
-    assert not torch.allclose(k(x), x @ k.weight.T, atol=1e-3)
+    low = 4.0 * x @ k.lora_A.T @ k.lora_B.T
+    assert torch.allclose(k(x), x @ k.weight.T + low, atol=1e-6) and low.abs().max() > 1e-3
     torch.manual_seed(5)
-    again, other = (adapted(tiny()[0], rank=3, seed=seed, targets="k_proj").base_model.layers[1].self_attn.k_proj
-                    for seed in (0, 1))
-    first = adapted(tiny()[0], rank=3, targets="k_proj").base_model.layers[1].self_attn.k_proj
-    assert torch.equal(first.lora_A, again.lora_A) and not torch.equal(first.lora_A, other.lora_A)
-    for targets in ("q_proj,query", "lm_head", ""):
-        said = "--lora_targets: this model has no linear layer '(query|lm_head|)'; it has down_proj, gate_proj, k_proj"
-        with pytest.raises(run.UserError, match=said):
+    assert torch.equal(k_proj(rank=3).lora_A, k.lora_A) and not torch.equal(k_proj(rank=3, seed=1).lora_A, k.lora_A)
+    for targets in ("q_proj,lm_head", ""):
+        with pytest.raises(run.UserError, match="no linear layer '(lm_head|)'; it has down_proj, gate_proj, k_proj"):
             lora.add_adapters(tiny()[0], 4, 8.0, targets)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@both_dtypes
 @pytest.mark.parametrize("kind", ["tied", "untied", "biases"])
 def test_model_lora_is_saved_merged(tmp_path, kind, dtype):
-    """The folder is a plain one with the same logits; the model goes on unmerged and unchanged. All of them have
-    fewer key heads."""
+    """The folder is a plain one with the same logits, every weight rounded once; the model stays unmerged."""
     model, tokenizer = bare_policy(untied=kind == "untied")
     if kind == "biases":
         config = transformers.Qwen2Config(**{**model.config.to_dict(), "model_type": "qwen2", "architectures": None})
         model = transformers.Qwen2ForCausalLM(config).eval()
-    model = model.to(dtype)
+    model, full = model.to(dtype), dtype == torch.float32
     policy.add_reward_tokens(model, tokenizer)
-    plain, base = set(model.state_dict()), {name: p.clone() for name, p in model.state_dict().items()}
-    adapted(model)
-    before = {name: p.clone() for name, p in model.state_dict().items()}
-    batch = torch.tensor([[5, *reward_ids(tokenizer), 7, 30, 12, 9]])
+    base, ids = copy.deepcopy(model.state_dict()), reward_ids(tokenizer)
+    before = copy.deepcopy(adapted(model).state_dict())
 
-    def scored(model, ids):
-        """Logits without those of the banned reward tokens, which are others in a tied head."""
-        with torch.no_grad():
-            return model(ids).logits[..., :reward_ids(tokenizer)[0]]
-    logits = scored(model, batch)
+    @torch.no_grad()
+    def logits(model):      # without those of the banned reward tokens, which are others in a tied head
+        return model(torch.tensor([[5, *ids, 7, 30, 12, 9]])).logits[..., :ids[0]]
+    wanted = logits(model)
     policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    assert torch.equal(scored(model, batch), logits)
-    assert set(load_file(tmp_path / "c/model.safetensors")) == plain - ({"lm_head.weight"} if kind != "untied"
-        else set())
-    for other in (policy.load_policy(str(tmp_path / "c"), dtype=dtype)[0],
-                  AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=dtype).eval()):
-        assert set(other.state_dict()) == plain and other.dtype == dtype
-        gap, rough = ((scored(other, ids) - logits).abs().max() / logits.abs().max() for ids in (batch, batch.flip(1)))
-        assert gap < (1e-5 if dtype == torch.float32 else 0.03) < 0.1 < rough
-        for name, weight in other.state_dict().items():
-            scope = name.removesuffix(".weight")
-            if f"{scope}.lora_A" in before:
-                b, a = (before[f"{scope}.lora_{part}"].double() for part in "BA")
-                exact = base[name].double() + 2.0 * b @ a
-                assert (weight - exact).abs().max() <= (1e-6 if dtype == torch.float32
-                                                        else 2 ** -8 * exact.abs().max()), "rounded once"
-                assert not torch.equal(weight, base[name])
-        table = other.get_input_embeddings().weight
-        assert torch.equal(table[reward_ids(tokenizer)], before["model.embed_tokens.reward_rows"])
-        assert torch.equal(table[:reward_ids(tokenizer)[0]],
-                           base["model.embed_tokens.weight"][:reward_ids(tokenizer)[0]])
-        assert (table.data_ptr() == other.get_output_embeddings().weight.data_ptr()) == (kind != "untied")
-
-
-def test_model_lora_reward_rows_have_their_own_speed():
-    for speed in (1.0, 10.0):
-        model = adapted(tiny()[0], trained=False)
-        before = model.get_input_embeddings().reward_rows.detach().clone()
-        optimizer = policy.Optimizer(model, 1e-3, row_speed=speed)
-        for p in optimizer.params:
-            p.grad = torch.ones_like(p)
-        optimizer.step(1e-3, 2.0)
-        assert torch.allclose(before - model.get_input_embeddings().reward_rows, torch.tensor(speed * 1e-3), atol=2e-5)
-        b = model.base_model.layers[0].mlp.up_proj.lora_B
-        assert torch.allclose(b, torch.tensor(-1e-3), atol=1e-5)
+    assert alike(model.state_dict(), before) and torch.equal(logits(model), wanted)
+    written = load_file(tmp_path / "c/model.safetensors").keys()
+    assert written == base.keys() - ({"lm_head.weight"} if kind != "untied" else set())
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype="auto").eval()
+    found, table = other.state_dict(), other.get_input_embeddings().weight
+    assert found.keys() == base.keys() and other.dtype == dtype
+    assert (other.lm_head.weight is table) == (kind != "untied")
+    assert (logits(other) - wanted).abs().max() < (1e-5 if full else 0.03) * wanted.abs().max()
+    for name in (key.removesuffix(".lora_A") for key in before if key.endswith("lora_A")):
+        b, a = (before[f"{name}.lora_{part}"].double() for part in "BA")
+        exact = base[f"{name}.weight"].double() + 2.0 * b @ a
+        assert (found[f"{name}.weight"] - exact).abs().max() <= (1e-6 if full else 2 ** -8 * exact.abs().max())
+    assert torch.equal(table[ids], before["model.embed_tokens.reward_rows"])
+    assert torch.equal(table[:ids[0]], base["model.embed_tokens.weight"][:ids[0]])
 
 
 def test_model_batches_by_length():
     rng = random.Random(0)
     for _ in range(200):
-        lengths = [rng.randint(1, 50) for _ in range(rng.randint(0, 20))]
-        budget = rng.randint(1, 200)
+        lengths, budget = [rng.randint(1, 50) for _ in range(rng.randint(0, 20))], rng.randint(1, 200)
         groups = policy.batches_by_length(lengths, budget)
         assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
         assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= budget for group in groups)
