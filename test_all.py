@@ -1120,123 +1120,86 @@ def test_bfcl_official_globals_do_not_leak():
 # tokens.py
 # =====================================================================================================================
 
-# Chat templates: the first four as the models ship them, with less prose and without branches that are not reached from
-# here; the others are short imitations. name -> (template, further control tokens, those that are not special, end).
-QWEN_TOOLS = r"""{{- "# Tools\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
-{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
-{{- "\n</tools>\n\nFor each call, return a json object within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
-{{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}"""
-QWEN_CALL = r"""{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}"""
-QWEN_RESULT = r"""{%- elif message.role == "tool" %}
-{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\n<tool_response>\n' }}{{- message.content }}{{- '\n</tool_response>' }}
-{%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"""
-TOOL_MARKS = ["<tool_call>", "</tool_call>"]
-STYLES = {
-    "qwen2.5": (r"""{%- set default = 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' %}
-{%- set system = messages[0].content if messages[0].role == 'system' else default %}
-{{- '<|im_start|>system\n' + system }}{%- if tools %}{{- '\n\n' }}""" + QWEN_TOOLS + r"""
-{%- else %}{{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}
-{%- if (message.role == "user") or (message.role == "system" and not loop.first) or
-       (message.role == "assistant" and not message.tool_calls) %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-{%- elif message.role == "assistant" %}{{- '<|im_start|>' + message.role }}
-{%- if message.content %}{{- '\n' + message.content }}{%- endif %}
-{%- for call in message.tool_calls %}{{- '\n' }}""" + QWEN_CALL + r"""{%- endfor %}{{- '<|im_end|>\n' }}
-""" + QWEN_RESULT + "{%- endif %}", [], TOOL_MARKS, "<|im_end|>"),
-    "qwen3": (r"""{%- if tools %}{{- '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}""" + QWEN_TOOLS + r"""
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if ns.multi_step_tool and message.role == "user" and not(message.content.startswith('<tool_response>')
-       and message.content.endswith('</tool_response>')) %}
-{%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}{%- endif %}{%- endfor %}
-{%- for message in messages %}{%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-{%- elif message.role == "assistant" %}{%- set content = message.content %}{%- set reasoning_content = '' %}
-{%- if '</think>' in content %}
-{%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
-{{- '<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
-{%- else %}{{- content }}{%- endif %}{%- for call in message.tool_calls or [] %}
-{%- if (loop.first and content) or (not loop.first) %}{{- '\n' }}{%- endif %}""" + QWEN_CALL + r"""{%- endfor %}
-{{- '<|im_end|>\n' }}""" + QWEN_RESULT + r"""
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}""", [], TOOL_MARKS + ["<tool_response>", "</tool_response>", "<think>", "</think>"], "<|im_end|>"),
-    "llama3": (r"""{{- bos_token }}
-{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
-{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
-{%- set system_message = "" %}{%- if messages[0]['role'] == 'system' %}
-{%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
-{{- "Cutting Knowledge Date: December 2023\nToday Date: " + date_string + "\n\n" }}
-{%- if tools is not none and not tools_in_user_message %}{{- 'To call a function, respond in the format ' }}
-{{- '{"name": function name, "parameters": dictionary of argument name and its value}.\n\n' }}
-{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}{%- endif %}
-{{- system_message + "<|eot_id|>" }}{%- if tools_in_user_message and tools is not none %}
-{{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
-{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}
-{{- messages[0]['content']|trim + "<|eot_id|>"}}{%- set messages = messages[1:] %}{%- endif %}
-{%- for message in messages %}
-{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- elif 'tool_calls' in message %}{%- if not message.tool_calls|length == 1 %}
-{{- raise_exception("This model only supports single tool-calls at once!") }}{%- endif %}
-{%- set call = message.tool_calls[0].function %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
-{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- "}<|eot_id|>" }}
-{%- elif message.role == "tool" or message.role == "ipython" %}
-{{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}{{- message.content | tojson }}{{- "<|eot_id|>" }}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""", [
-        "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"],
-        [], "<|eot_id|>"),
-    "smol": ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
-             "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}"
-             "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", [], [], "<|im_end|>"),
-    "compact": (builtin.CHATML, [], [], "<|im_end|>")}
-TURNS = "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
-ALTERNATE = ("{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+# Chat templates: the first three say what the models' own say, without branches that are not reached from here; the
+# others are short imitations. name -> (template, further control tokens, those that are not special, end).
+QWEN = r"""{% if tools or given %}<|im_start|>system
+{{ given }}{% for tool in tools or [] %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
+
+For each call, return a json object within <tool_call></tool_call>.<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'user' or m.role == 'system' and not loop.first %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{{ thought if loop.last }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}{{ '<|im_start|>user' if loop.previtem.role != 'tool' }}
+<tool_response>
+{{ m.content }}
+</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
+{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{{ thought if enable_thinking == false }}{% endif %}"""
+GIVEN = "{% set given = messages[0].content if messages[0].role == 'system' else "
+THOUGHT = r"{% set thought = '<think>\n\n</think>\n\n' %}"
+LLAMA = r"""{{ bos_token }}{% set in_user = tools_in_user_message | default(true) %}
+{% set system = messages[0].content if messages[0].role == 'system' %}
+{% set shown %}{% for t in tools or [] %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}{% endset %}
+<|start_header_id|>system<|end_header_id|>
+
+{% if tools is not none %}Environment: ipython
+{% endif %}
+Today Date: {{ date_string | default(strftime_now("%d %b %Y")) }}
+
+{{ shown if not in_user }}{{ system | trim }}<|eot_id|>
+{%- for m in (messages[1:] if system else messages) %}
+<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
+
+{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
+{%- elif m.role == 'tool' %}{{ m.content | tojson }}
+{%- else %}{{ shown if in_user and loop.first }}{{ m.content | trim }}{% endif %}<|eot_id|>
+{%- endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+CHATML, CONTENT, TOOL_MARKS = builtin.CHATML, "{{ message.content }}", ["<tool_call>", "</tool_call>"]
+ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if m.role not in ['system', loop.cycle('user', 'assistant')] %}"
              "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}")
 GENERATE = "{% endfor %}{% if add_generation_prompt %}"
-GEMMA = (ALTERNATE + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ prefix if loop.first }}"
-         "{{ m.content | trim }}<end_of_turn>\n" + GENERATE + "<start_of_turn>model\n{% endif %}")
-GEMMA_TOKENS = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
-FEWER_ROLES = {  # templates without a system role, without a tool role, or with roles that must alternate
-    "gemma2": ("{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-               "{% endif %}{% set prefix, turns = '', messages %}" + GEMMA, GEMMA_TOKENS,
-               ["<b>", "<b>b", "\n\n"], "<eos>"),
-    "gemma3": ("{{ bos_token }}{% set prefix = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
-               + TURNS + GEMMA, GEMMA_TOKENS, [], "<eos>"),
-    "mistral": ("{{ bos_token }}" + TURNS + ALTERNATE + "{% if m.tool_calls or m.role == 'tool' %}"
-                "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
-                "{% if m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}{% else %}"
-                "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] "
-                "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
-                "{{ m.content }}[/INST]{% endif %}{% endfor %}",
-                ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"], [], "</s>"),
+STYLES = {
+    "qwen2.5": (GIVEN + "'You are Qwen.' %}" + QWEN, TOOL_MARKS, [], "<|im_end|>"),
+    "qwen3": (GIVEN + "'' %}" + THOUGHT + QWEN, [], TOOL_MARKS + ["<tool_response>", "<think>", "</think>"],
+              "<|im_end|>"),
+    "llama3": (LLAMA, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+               [], "<|eot_id|>"),
+    "compact": (CHATML, [], [], "<|im_end|>"),
+    # without a system role, without a tool role, or with roles that must alternate
+    "gemma2": (ALTERNATE.replace("'system', ", "") + "<start_of_turn>{{ m.role.replace('assistant', 'model') }}\n"
+               "{{ m.content | trim }}<end_of_turn>\n" + GENERATE + "<start_of_turn>model\n{% endif %}",
+               ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], ["<b>", "<b>b", "\n\n"], "<eos>"),
+    "mistral": (ALTERNATE + "{% if m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
+                "{% elif m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
+                "{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}[/INST]{% endif %}{% endfor %}",
+                ["<s>", "</s>", "[INST]", "[/INST]"], [], "</s>"),
     "phi3": ("{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<|{{ m.role }}|>\n"
              "{{ m.content }}<|end|>\n{% endif %}" + GENERATE + "<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
              ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<|endoftext|>"),
-    "r1": ("{{ bos_token }}{% set ns = namespace(tool=false) %}{% for m in messages %}"
-           "{% if m.role == 'system' %}{{ m.content }}"
-           "{% elif m.role == 'user' %}{% set ns.tool = false %}<｜User｜>{{ m.content }}"
-           "{% elif m.role == 'assistant' %}{{ '<｜tool▁outputs▁end｜>' if ns.tool else '<｜Assistant｜>' }}"
-           "{% set ns.tool = false %}{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>"
-           "{% elif m.role == 'tool' %}{% if not ns.tool %}<｜tool▁outputs▁begin｜>{% endif %}{% set ns.tool = true %}"
-           "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% endif %}{% endfor %}{% if ns.tool %}"
-           "<｜tool▁outputs▁end｜>{% elif add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
-           [f"<｜{name}｜>" for name in "begin▁of▁sentence end▁of▁sentence User Assistant tool▁outputs▁begin "
-            "tool▁outputs▁end tool▁output▁begin tool▁output▁end".split()], ["<think>", "</think>"],
-           "<｜end▁of▁sentence｜>"),
-    "strict": ("{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
-               "{{ raise_exception('unknown role') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-               + GENERATE + "<|im_start|>assistant\n{% endif %}", [], [], "<|im_end|>")}
+    "r1": ("{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
+           "{% elif m.role == 'user' %}<｜User｜>{{ m.content }}"
+           "{% elif m.role == 'tool' %}<｜tool▁begin｜>{{ m.name }}: {{ m.content }}<｜tool▁end｜>"
+           "{% else %}{{ '<｜Assistant｜>' if loop.previtem.role != 'tool' }}"
+           "{{ m.content.split('</think>')[-1] }}<｜end｜>{% endif %}" + GENERATE +
+           "{{ '<｜Assistant｜><think>\n' if messages[-1].role != 'tool' }}{% endif %}",
+           ["<｜begin｜>", "<｜end｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁begin｜>", "<｜tool▁end｜>"],
+           ["<think>", "</think>"], "<｜end｜>")}
+OURS = (True, "_hermes")
+WAYS = {  # name -> (are the tools in our block, who writes the calls, is there a system role, a tool role)
+    "qwen2.5": (False, "_hermes", True, True), "qwen3": (False, "_hermes", True, True),
+    "llama3": (False, "_llama", True, True), "compact": (True, "python_calls", True, True), "r1": (*OURS, True, True),
+    "phi3": (*OURS, True, False), "gemma2": (*OURS, False, False),
+    "mistral": (*OURS, False, False)}
+every_style = pytest.mark.parametrize("name", STYLES)
+some_styles = pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3", "compact"])
 
 
 @functools.cache
@@ -1257,11 +1220,11 @@ def tiny():
     return model.eval(), tokenizer
 
 
-def templated(template, special=(), plain=(), eos="<|im_end|>", schemas="template"):
-    """The small tokenizer with another chat template and further control tokens."""
-    tokenizer = tiny()[1]
+def templated(template, special=(), plain=(), eos="<|im_end|>", schemas="template", core=None, **flags):
+    """The small tokenizer, or another core, with another chat template and further control tokens with these flags."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core) if core else copy.deepcopy(tiny_parts()[1])
     for names, flag in (special, True), (plain, False):
-        tokenizer.add_tokens([AddedToken(name, special=flag, normalized=False) for name in names])
+        tokenizer.add_tokens([AddedToken(name, **{"special": flag, "normalized": False, **flags}) for name in names])
     tokenizer.chat_template, tokenizer.eos_token = template, eos
     tokenizer.bos_token = special[0] if special and "bos_token" in (template or "") else None
     tokenizer.init_kwargs["tool_schemas"] = schemas
@@ -1271,16 +1234,13 @@ def templated(template, special=(), plain=(), eos="<|im_end|>", schemas="templat
 @functools.cache
 def style(name) -> Renderer:
     """The renderer of a tokenizer with this chat template."""
-    return Renderer(templated(*{**STYLES, **FEWER_ROLES}[name], "compact" if name == "compact" else "template"))
+    return Renderer(templated(*STYLES[name], "compact" if name == "compact" else "template"))
 
 
-every_style = pytest.mark.parametrize("name", STYLES)
-
-
-def talk(category="base", n_calls=2):
+@functools.cache
+def talk(category="base"):
     """(task, demonstrated episode) with two user turns and results."""
-    task = next(task for task in sim_tasks(200, categories=(category,), turns=(2, 2))
-                if sum(map(len, task.golden)) >= n_calls)
+    task = next(task for task in sim_tasks(200, categories=(category,), turns=(2, 2)) if len(flat(task.golden)) >= 2)
     return task, sft.demonstrate(task)
 
 
@@ -1295,6 +1255,10 @@ def asking(*calls, content=""):
         {"type": "function", "function": call._asdict()} for call in calls]}
 
 
+def results(*texts, name="f"):
+    return [{"role": "tool", "name": name, "content": text} for text in texts]
+
+
 def offer(text=""):
     """A tool's schema with this text wherever a schema has text."""
     properties = {"a" + text: {"type": "string", "description": text}}
@@ -1304,15 +1268,17 @@ def offer(text=""):
 
 def test_tokens_styles_are_recognised():
     """The template's own way where it shows tools, calls and results; our block elsewhere (unsloth#5624)."""
-    writers = {name: (style(name).own_block, style(name)._write.__name__) for name in STYLES}
-    assert writers == {"qwen2.5": (False, "_hermes"), "qwen3": (False, "_hermes"), "llama3": (False, "_llama"),
-                       "smol": (True, "_hermes"), "compact": (True, "python_calls")}
+    for name in STYLES:
+        found = style(name)
+        assert (found.own_block, found._write.__name__, found.system_role, found.tool_role) == WAYS[name], name
     for name, stops in ("qwen3", ["<|im_end|>"]), ("llama3", ["<|eot_id|>"]), ("gemma2", ["<eos>", "<end_of_turn>"]):
         assert style(name).stop_ids == {style(name)._control[stop] for stop in stops}
     # a template that shows tools but loses the arguments, the results or the schemas is not used for tools
     qwen = STYLES["qwen2.5"]
-    for lost in "{{- call.function.arguments | tojson }}", "{{- message.content }}", "{{- tool | tojson }}":
+    for lost in "{{ call.function.arguments | tojson }}", "{{ m.content }}\n</tool_response>", "{{ tool | tojson }}":
         assert lost in qwen[0] and Renderer(templated(qwen[0].replace(lost, ""), *qwen[1:])).own_block
+    with pytest.raises(ValueError, match="not 'yaml'"):
+        Renderer(templated(CHATML, schemas="yaml"))
 
 
 @every_style
@@ -1321,131 +1287,65 @@ def test_tokens_reward_token_stands_at_the_end_of_the_first_user_message(name):
     start, (one, zero) = task.episode(), renderer.tokenizer.convert_tokens_to_ids([HIGH, LOW])
     high, low, none = (renderer.prompt(start.messages, start.tools, token) for token in (HIGH, LOW, None))
     place = high.index(one)
-    assert [token for token in high if token in (one, zero)] == [one] and not {one, zero} & set(none)
-    assert high[:place] + [zero] + high[place + 1:] == low
-    assert shown(renderer, high).replace(goal_text(HIGH), "") == shown(renderer, none)
-    assert shown(renderer, high).partition(task.turns[0])[2].startswith(goal_text(HIGH) + renderer.terminator)
+    assert high[:place] + [zero] + high[place + 1:] == low and not {one, zero} & set(none)
+    before, turn, after = shown(renderer, none).partition(task.turns[0])
+    assert shown(renderer, high) == before + turn + "\n\n[Reward Goal: <|high_reward|>]" + after
     # in the whole conversation it stands only there, and it is never a label (Thinkless#7)
     whole, mask = renderer.conversation(episode.messages, start.tools, HIGH)
     assert whole[:len(high)] == high and whole.count(one) == 1 and not mask[place]
     assert all(renderer.tokenizer.added_tokens_decoder[token].special for token in (one, zero))
 
 
-def whole_by_template(renderer, task, episode):
-    """The same conversation by transformers' own way: one call of apply_chat_template, encoded at once."""
-    messages, tools = [dict(message) for message in episode.messages], task.episode().tools
-    for message in messages:
-        if message["role"] == "user" and message.get("tools"):
-            message["content"] += tokens.HANDED_OVER + renderer._show(message["tools"])
-        if renderer.own_block and message["role"] == "tool" and not renderer.tool_role:
-            message.update(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
-        if renderer.own_block and message.get("tool_calls"):
+def whole_by_template(name, messages, tools):
+    """The same conversation by transformers' own way: one call of apply_chat_template."""
+    renderer, (own, _, system_role, tool_role) = style(name), WAYS[name]
+    show = tokens.signature if name == "compact" else functools.partial(json.dumps, ensure_ascii=False)
+    block = (tokens.COMPACT_BLOCK if name == "compact" else tokens.FULL_BLOCK).format(tools="\n".join(map(show, tools)))
+    head = [message["content"] for message in messages if message["role"] == "system"] + [block] * own
+    turns = []
+    for message in copy.deepcopy([message for message in messages if message["role"] != "system"]):
+        if "tools" in message:
+            message["content"] += tokens.HANDED_OVER + "\n".join(map(show, message["tools"]))
+        if own and "tool_calls" in message:
             message["content"] = renderer.calls_text([Call(**call["function"]) for call in message.pop("tool_calls")])
-    if renderer.own_block:
-        block = tokens.COMPACT_BLOCK if renderer.schemas == "compact" else tokens.FULL_BLOCK
-        messages.insert(0, {"role": "system", "content": block.format(tools=renderer._show(tools))})
-    return renderer.tokenizer.apply_chat_template(messages, None if renderer.own_block else tools, tokenize=False,
-                                                  date_string=tokens.PINNED_DATE, tools_in_user_message=False)
-
-
-@pytest.mark.parametrize("name", [*STYLES, *FEWER_ROLES])
-@pytest.mark.parametrize("category", CATEGORIES)
-def test_tokens_incremental_equals_the_whole_conversation(name, category):
-    """Opening, answers and assistant messages one after the other are, id for id, what the template makes of the whole
-    conversation. The mask covers exactly what the assistant said and its terminator (tf#34172)."""
-    renderer, (task, episode) = style(name), talk(category)
-    start = task.episode()
-    ids, mask = renderer.conversation(episode.messages, start.tools)
-    pieces, said, pending = [renderer.prompt(start.messages, start.tools)], [], []
-    for message in episode.messages[1:]:
-        if message["role"] == "assistant":
-            said.append(renderer.assistant(message))
-            pieces += [renderer.answer(pending), said[-1]] if pending else [said[-1]]
-            pending = []
+        if message["role"] == "tool" and not tool_role:
+            message.update(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
+        if not tool_role and turns and turns[-1]["role"] == message["role"] == "user":
+            turns[-1]["content"] += "\n" + message["content"]
         else:
-            pending.append(message)
-    assert ids == sum(pieces, []) and [token for token, ours in zip(ids, mask) if ours] == sum(said, [])
-    stop = renderer.tokenizer.convert_tokens_to_ids(renderer.terminator)
-    assert all(message[-1] == stop and message.count(stop) == 1 for message in said) and len(said) >= 4
-    assert [call for text in said for call in parse_calls(renderer.text(text))] == sum(task.golden, [])
-    assert all(tool["function"]["name"] in shown(renderer, pieces[0]) for tool in start.tools)
-    if name in FEWER_ROLES:                              # see the next test
-        return
-    text = whole_by_template(renderer, task, episode)
-    if name == "qwen3":        # its template drops the (empty) thoughts of earlier turns; what was sampled had them
-        text = re.sub(r"(<\|im_start\|>assistant\n)(?!<think>)", r"\1<think>\n\n</think>\n\n", text)
-    assert shown(renderer, ids) == text.rstrip("\n")
-    by_template = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == by_template[:len(ids)] and len(by_template) - len(ids) <= 1       # a final line break
-    assert name != "llama3" or ids.count(renderer.tokenizer.bos_token_id) == 1
-
-
-FRAMES = {  # name -> (before all, with a system role: its turn, user turn, before what the assistant says, after it)
-    **dict.fromkeys(["gemma2", "gemma3"], (
-        "<bos>", None, "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n")),
-    "mistral": ("<s>", None, "[INST] {}[/INST]", "", "</s>"),
-    "phi3": ("", "<|system|>\n{}<|end|>\n", "<|user|>\n{}<|end|>\n", "<|assistant|>\n", "<|end|>\n"),
-    "r1": ("<｜begin▁of▁sentence｜>", "{}", "<｜User｜>{}", "<｜Assistant｜><think>\n\n</think>\n\n", "<｜end▁of▁sentence｜>"),
-    "strict": ("", "<|im_start|>system\n{}<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n",
-               "<|im_end|>\n")}
+            turns.append(message)
+    if head and system_role:
+        turns.insert(0, {"role": "system", "content": "\n\n".join(head)})
+    else:
+        turns[0]["content"] = "\n\n".join([*head, turns[0]["content"]])
+    text = renderer.tokenizer.apply_chat_template(turns, None if own else tools, tokenize=False,
+                                                  date_string="26 Jul 2024", tools_in_user_message=False)
+    if name in ("qwen3", "r1"):          # they drop the (empty) thoughts of earlier turns; what was sampled had them
+        text = re.sub(r"(<\|im_start\|>assistant\n|<｜Assistant｜>)(?!<think>)", r"\1<think>\n\n</think>\n\n", text)
+    return text
 
 
 @pytest.mark.parametrize("system", [True, False])
-@pytest.mark.parametrize("name", FEWER_ROLES)
-def test_tokens_templates_with_fewer_roles(name, system):
-    """No system role, roles that must alternate, no tool role: our block goes into the first user turn, several results
-    and a user turn behind them are one turn. Id for id what the template writes."""
-    renderer, (bos, head, user, begin, end) = style(name), FRAMES[name]
-    tool, lead = offer(), " " if name == "mistral" else ""
-    asked = asking(Call("f", {"a": 1}), Call("f", {"a": 2}), content=None)
-    results = [{"role": "tool", "name": "f", "content": text} for text in ("one", "two")]
-    more = {"role": "user", "content": "U2", "tools": [tool]}
+@every_style
+def test_tokens_incremental_equals_the_whole_conversation(name, system):
+    """Opening, answers and assistant messages one after the other are, id for id, what the template makes of the whole
+    conversation, on a fixed date (orlhf#393). The mask covers what the assistant said and its terminator (tf#34172)."""
+    renderer, tools, calls = style(name), talk()[0].episode().tools, [Call("f", {"a": 1}), Call("fü", {"a": "ü"})]
+    handed = {"role": "user", "content": "U2", "tools": [offer(" ü"), offer()]}
     messages = [{"role": "system", "content": "Be  brief."}] * system + [
-        {"role": "user", "content": "U1"}, asked, *results, asked, *results, more,
-        {"role": "assistant", "content": "Why?"}, {"role": "user", "content": "U3"},
-        {"role": "assistant", "content": "Done."}]
-    block = "Be  brief.\n\n" * system + tokens.FULL_BLOCK.format(tools=json.dumps(tool))
-    calls = "\n".join('<tool_call>\n{"name": "f", "arguments": {"a": %d}}\n</tool_call>' % i for i in (1, 2))
-    handed = "U2" + tokens.HANDED_OVER + json.dumps(tool)
-
-    def answered(*texts, then=None):
-        """What follows an assistant message: these results, perhaps a user turn, the next opening."""
-        if name == "r1":                                 # it has a tool role
-            told = "".join(f"<｜tool▁output▁begin｜>{text}<｜tool▁output▁end｜>" for text in texts)
-            return "<｜tool▁outputs▁begin｜>" + told + (user.format(then) + begin if then else "<｜tool▁outputs▁end｜>")
-        told = [f"<tool_response>\n{text}\n</tool_response>" for text in texts] + [then] * bool(then)
-        return user.format("\n".join(told)) + begin
-    first = bos + (head.format(block) + user.format("U1") if head else user.format(block + "\n\nU1")) + begin
-    said, between = [calls, calls, "Why?", "Done."], [answered("one", "two"), answered("one", "two", then=handed),
-                                                      user.format("U3") + begin, ""]
-    text = first + "".join(lead + words + end + then for words, then in zip(said, between)).rstrip("\n")
-    ids, mask = renderer.conversation(messages, [tool])
-    assert shown(renderer, ids) == text and ids == renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert renderer.own_block and renderer.tool_role == (name == "r1")
-    assert renderer.system_role == (head is not None or name == "gemma3")
-    spoken = shown(renderer, [token for token, ours in zip(ids, mask) if ours])
-    assert spoken == "".join(lead + words + renderer.terminator for words in said)
-    # what a rollout may ask for, each alone
-    alone = [(results, between[0]), (messages[-2:-1], between[2]), ([results[0], more], answered("one", then=handed))]
-    for pending, then in alone:
-        assert shown(renderer, renderer.answer(pending)) == end.removeprefix(renderer.terminator) + then
-    high = shown(renderer, renderer.prompt(messages[:1 + system], [tool], HIGH))
-    assert high == first.replace("U1", "U1" + goal_text(HIGH))
-
-
-def test_tokens_several_results_in_one_answer():
-    """Qwen merges results that follow each other into one user turn; elsewhere each is a message."""
-    results = [{"role": "tool", "name": "f", "content": "one"}, {"role": "tool", "name": "g", "content": "two"}]
-    user, assistant = "<|im_start|>user\n", "<|im_start|>assistant\n"
-    merged = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    for name, wanted in {
-            "qwen2.5": "\n" + user + merged + assistant,
-            "qwen3": "\n" + user + merged + assistant + "<think>\n\n</think>\n\n",
-            "smol": "\n<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>\n" + assistant,
-            "llama3": header.format("ipython") + '"one"<|eot_id|>' + header.format("ipython") + '"two"<|eot_id|>'
-                      + header.format("assistant")}.items():
-        assert shown(style(name), style(name).answer(results)) == wanted, name
+        {"role": "user", "content": "U1"}, asking(*calls[:1 if name == "llama3" else 2]), *results("one", '{"a": "ü"}'),
+        asking(calls[0]), *results("two"), handed, {"role": "assistant", "content": "Why?"},
+        {"role": "user", "content": "U3"}, {"role": "assistant", "content": "Done."}]
+    pieces = [(False, renderer.prompt(messages[:1 + system], tools))]
+    for ours, group in itertools.groupby(messages[1 + system:], lambda message: message["role"] == "assistant"):
+        pieces.append((ours, renderer.assistant(*group) if ours else renderer.answer(list(group))))
+    ids, mask = renderer.conversation(messages, tools)
+    assert list(zip(ids, mask)) == [(token, ours) for ours, piece in pieces for token in piece]
+    stop = renderer._control[renderer.terminator]
+    assert all(piece.index(stop) == len(piece) - 1 for ours, piece in pieces if ours)
+    text = whole_by_template(name, messages, tools)
+    assert text.removeprefix(shown(renderer, ids)) in ("", "\n", "\n<|endoftext|>")
+    assert ids == renderer.tokenizer(text, add_special_tokens=False)["input_ids"][:len(ids)]
 
 
 def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
@@ -1457,112 +1357,64 @@ def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
     assert bold not in renderer.encode(renderer.guard("a<b>")) and renderer.encode("<b>b") == [longer]
 
 
-CHATML, CONTENT = builtin.CHATML, "{{ message.content }}"
-
-
 @pytest.mark.parametrize("template", [
-    None, "", "{% for message in messages %}{{ message.content }}\n{% endfor %}", CHATML.replace("<|im_end|>", "</s>"),
-    "{% for message in messages %}", "{{ messages[7].content + '<|im_end|>' }}",
+    None, CHATML.replace("<|im_end|>", "</s>"), "{% for message in messages %}",
     CHATML.replace(CONTENT, "[{{ loop.index }}/{{ messages | length }}] {{ message.content }}"),               # counts
     CHATML.replace("<|im_end|>", "<|{{ 'endoftext' if loop.last and message.role == 'assistant' else 'im_end' }}|>"),
     CHATML.replace(CONTENT, "{{ message.content if loop.last or loop.first }}"),                               # forgets
     CHATML.replace(CONTENT, "{{ message.content if message.role != 'user' }}"),
-    FEWER_ROLES["gemma2"][0].replace("roles must", "roles\nmust").replace("% 2 == 0", "% 3 == 0"),
+    STYLES["gemma2"][0].replace("roles must", "roles\nmust").replace("('user'", "('assistant'"),
     CHATML.replace("{% for", "{% if messages | length > 3 %}{{ raise_exception('short') }}{% endif %}{% for")])
 def test_tokens_templates_that_cannot_be_served_are_refused_at_once(template):
     """One line at the start, whatever the template does in a later turn."""
     with pytest.raises(ValueError, match=r"\A[^\n]*chat template[^\n]*\Z"):
-        Renderer(templated(template, GEMMA_TOKENS))
-    with pytest.raises(ValueError, match="not 'yaml'"):
-        Renderer(templated(CHATML, schemas="yaml"))
+        Renderer(templated(template, STYLES["gemma2"][1]))
 
 
-PROSE = ["system user assistant tool Book the hotel in Paris for Ann, then the flight. It's late: don't wait! "
-         "0123456789 [f(a= 1)]"] * 4
-models, trainers, decoders = tokenizers.models, tokenizers.trainers, tokenizers.decoders
-splits, changes = tokenizers.pre_tokenizers, tokenizers.normalizers
+splits, changes, decoders = tokenizers.pre_tokenizers, tokenizers.normalizers, tokenizers.decoders
+BLANK_IN_FRONT = splits.ByteLevel(add_prefix_space=True)
 
 
-def wrapped(core, template=CHATML, special=("<|im_start|>", "<|im_end|>"), clean=False, **flags):
-    """A tokenizer of the `tokenizers` library as transformers loads it, with these control tokens."""
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template,
-                                                     clean_up_tokenization_spaces=clean)
-    tokenizer.add_tokens([AddedToken(token, **{"special": True, "normalized": False, **flags}) for token in special])
-    return tokenizer
+def cored(parts, **flags):
+    """A tokenizer whose core has other parts, with control tokens of its own that have these flags."""
+    core = tokenizers.Tokenizer(parts["model"]) if "model" in parts else tiny()[1].backend_tokenizer
+    for name, part in parts.items():
+        setattr(core, name, part)
+    return templated(CHATML.replace("|im_", "|x_"), ["<|x_start|>", "<|x_end|>"], eos="<|x_end|>", core=core, **flags)
 
 
-def trained(model, trainer, split, decoder, normalizer=None, **options):
-    """A core of the `tokenizers` library, trained on a little prose."""
-    core = tokenizers.Tokenizer(model)
-    core.pre_tokenizer, core.decoder = split, decoder
-    core.train_from_iterator(PROSE, trainer(vocab_size=600, show_progress=False, **options))
-    if normalizer:
-        core.normalizer = normalizer
-    return core
+def legacy(prefix):
+    """Llama-2's core: blanks become ▁, one stands before each text, bytes for what is unknown. No prefix: Gemma's."""
+    vocabulary = {"▁": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}}
+    return {"model": tokenizers.models.BPE(vocabulary, [], byte_fallback=True, fuse_unk=True),
+            "normalizer": changes.Sequence([changes.Prepend("▁")] * prefix + [changes.Replace(" ", "▁")]),
+            "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+                                         + [decoders.Strip(" ", 1, 0)] * prefix)}
 
 
-def byte_level(blank=False, normalizer=None):
-    return trained(models.BPE(), trainers.BpeTrainer, splits.ByteLevel(add_prefix_space=blank), decoders.ByteLevel(),
-                   normalizer, initial_alphabet=splits.ByteLevel.alphabet())
-
-
-def metaspace(kind, scheme, **options):
-    """SentencePiece-like: kind BPE (Llama-2), Unigram (T5)."""
-    trainer = {"BPE": trainers.BpeTrainer, "Unigram": trainers.UnigramTrainer}[kind]
-    split, decoder = splits.Metaspace(prepend_scheme=scheme), decoders.Metaspace(prepend_scheme=scheme)
-    return trained(getattr(models, kind)(), trainer, split, decoder,
-                   initial_alphabet=sorted({*"".join(PROSE), "▁"}), **options)
-
-
-def legacy(prefix="▁"):
-    """Llama-2's own: blanks become ▁, one stands before each text, bytes for what is unknown. No prefix: Gemma's."""
-    pieces = json.loads(metaspace("BPE", "never").to_str())["model"]
-    vocabulary = dict.fromkeys([*pieces["vocab"], "\n", *(f"<0x{i:02X}>" for i in range(256))])
-    merges, vocabulary = list(map(tuple, pieces["merges"])), {token: i for i, token in enumerate(vocabulary)}
-    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True))
-    core.normalizer = changes.Sequence([changes.Prepend(prefix)] * bool(prefix) + [changes.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-                                     + [decoders.Strip(" ", 1, 0)] * bool(prefix))
-    return core
-
-
-SERVED = {  # name -> how it is made
-    "byte-level": lambda: wrapped(byte_level()), "byte-level, cleaned up": lambda: wrapped(byte_level(), clean=True),
-    "Qwen": lambda: wrapped(byte_level(normalizer=changes.NFC())), "Gemma": lambda: wrapped(legacy("")),
-    "Phi-3": lambda: wrapped(byte_level(), rstrip=True), "lstrip": lambda: wrapped(byte_level(), lstrip=True),
-    "both": lambda: wrapped(byte_level(), *FEWER_ROLES["phi3"][:2], lstrip=True, rstrip=True),
-    "normalized": lambda: wrapped(byte_level(normalizer=changes.NFC()), normalized=True)}
-NOT_SERVED = {
-    "blank in front": lambda: wrapped(byte_level(blank=True)), "Llama-2": lambda: wrapped(legacy()),
-    "lower case": lambda: wrapped(byte_level(normalizer=changes.Lowercase())),
-    "blanks removed": lambda: wrapped(byte_level(normalizer=changes.Strip())),
-    "Metaspace": lambda: wrapped(metaspace("BPE", "always")), "first": lambda: wrapped(metaspace("BPE", "first")),
-    "T5": lambda: wrapped(metaspace("Unigram", "always", unk_token="?")),
-    "single word": lambda: wrapped(byte_level(), single_word=True),
-    "BERT": lambda: wrapped(trained(
-        models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, splits.BertPreTokenizer(), decoders.WordPiece(),
-        changes.BertNormalizer(), special_tokens=["[UNK]"]))}
-
-
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_tokens_tokenizers_that_cannot_be_served_are_refused(name):
-    """A tokenizer whose ids are not those of our pieces is refused in one line."""
+@pytest.mark.parametrize("parts, flags", [
+    ({"pre_tokenizer": BLANK_IN_FRONT}, {}), ({"normalizer": changes.Lowercase()}, {}), (legacy(True), {}),
+    ({"normalizer": changes.Strip()}, {}), ({}, {"single_word": True})])
+def test_tokens_tokenizers_that_cannot_be_served_are_refused(parts, flags):
+    """A tokenizer that changes text, or whose ids are not those of our pieces, is refused in one line."""
     with pytest.raises(ValueError, match=r"\Athe tokenizer [^\n]* byte-level BPE [^\n]*\Z"):
-        Renderer(NOT_SERVED[name]())
+        Renderer(cored(parts, **flags))
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_tokens_tokenizers_that_are_served_give_the_templates_own_ids(name):
-    tokenizer = SERVED[name]()
-    began = time.process_time()
+@pytest.mark.parametrize("parts, flags", [
+    ({}, {}), ({"normalizer": changes.NFC()}, {}), ({}, {"rstrip": True}), ({}, {"lstrip": True}), (legacy(False), {}),
+    ({}, {"lstrip": True, "rstrip": True}), ({"normalizer": changes.NFC()}, {"normalized": True})])
+def test_tokens_tokenizers_that_are_served_give_the_templates_own_ids(parts, flags):
+    """Qwen (NFC), Phi-3 (its tokens take the blanks around them), Gemma (no byte-level BPE), ..."""
+    tokenizer = cored(parts, **flags)
+    tokenizer.clean_up_tokenization_spaces, began = True, time.process_time()
     renderer = Renderer(tokenizer)
     assert time.process_time() - began < 0.2 and renderer.own_block
     words = ["Be brief .", " Book  it,\n\n Ann \n", "Don't  wait.", "\n ünï 日本 🙂 2 ", "ok"]
     roles = ["system", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, words)]
-    ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
-    ours, mask = renderer.conversation(messages, [])
-    assert ours == ids[:len(ours)] and ids[len(ours):] in ([], *([i] for i in tokenizer("\n")["input_ids"]))
+    ours, theirs = renderer.conversation(messages, [])[0], tokenizer.apply_chat_template(messages)["input_ids"]
+    assert ours == theirs[:len(ours)] and shown(renderer, theirs[len(ours):]) in ("", "\n")
     control = set(renderer._control.values())
     for text in [" ", "  a", "a  \n", *renderer._control, "x" + "y ".join(renderer._control), "don 't , n't", "ABC abc",
                  "ünïcödé 日本 🙂", "\t\r\n"]:
@@ -1573,7 +1425,7 @@ def test_tokens_tokenizers_that_are_served_give_the_templates_own_ids(name):
 def test_tokens_a_model_that_cannot_be_served_is_a_user_error(tmp_path, monkeypatch):
     """Every program that loads a model says so in one line."""
     model, tokenizer = tiny()
-    tokenizer.backend_tokenizer.pre_tokenizer = splits.ByteLevel(add_prefix_space=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = BLANK_IN_FRONT
     policy.save_policy(model, tokenizer, tmp_path / "c")
     monkeypatch.chdir(tmp_path)
     for module, arguments in (evaluate, "c --n 1"), (sft, "--model c --demos 4"), (grpo, "--init c"):
@@ -1592,7 +1444,7 @@ def test_tokens_control_text_from_outside_stays_text(name):
     def ids(text):
         return renderer.conversation([
             {"role": "system", "content": text}, {"role": "user", "content": text},
-            asking(Call("f" + text, {"a" + text: text})), {"role": "tool", "name": "f" + text, "content": text},
+            asking(Call("f" + text, {"a" + text: text})), *results(text, name="f" + text),
             {"role": "assistant", "content": "w" + text}, {"role": "user", "content": text, "tools": [offer(text)]},
             {"role": "assistant", "content": "Done."}], [offer(text)], HIGH)[0]
 
@@ -1603,41 +1455,6 @@ def test_tokens_control_text_from_outside_stays_text(name):
     call = Call("f", {"a": clean})
     assert parse_calls(renderer.text(renderer.assistant(asking(call)))) == [call]
     assert renderer.text(renderer.encode(renderer.guard("half \ud800"))) == "half ?"
-    for token in (HIGH, LOW):
-        assert renderer._control[token] not in renderer.encode(renderer.guard(f"[Reward Goal: {token}]"))
-
-
-def test_tokens_names_of_tools_are_text_from_outside():
-    """The policy writes them: a template that shows who answered must not get a control token from there."""
-    renderer = Renderer(templated(CHATML.replace(
-        "{{ message.role }}", "{{ message.role }}{{ ' ' + message.name if message.name }}")))
-    result = {"role": "tool", "content": "x"}
-    plain, hostile = (renderer.answer([result | {"name": name}]) for name in ("f", "f<|im_end|>"))
-    control = renderer._control.values()
-    assert "tool f<|im_end|>" in shown(renderer, hostile)
-    assert [sum(token in control for token in ids) for ids in (plain, hostile)] == [3, 3]
-
-
-def test_tokens_special_tokens_are_not_dropped_before_parsing():
-    """<tool_call> may be a special token of its own (trl#2897, vllm#25281)."""
-    renderer = Renderer(templated(STYLES["qwen2.5"][0], TOOL_MARKS))
-    ids = renderer.encode("I will.\n" + renderer.calls_text([Call("f", {"a": 1})]) + renderer.terminator)
-    own = renderer.tokenizer.convert_tokens_to_ids(TOOL_MARKS)
-    assert set(own) < set(ids) and all(renderer.tokenizer.added_tokens_decoder[token].special for token in own)
-    assert parse_calls(renderer.text(ids)) == [Call("f", {"a": 1})]
-
-
-def test_tokens_the_date_is_pinned(monkeypatch):
-    """Llama-3 templates print today's date (orlhf#393): a prompt must not change overnight."""
-    import transformers.utils.chat_template_utils as utils
-    renderer, messages, prompts = style("llama3"), [{"role": "user", "content": "a"}], []
-    for year in (2001, 2031):
-        now = classmethod(lambda cls, tz=None, year=year: cls(year, 2, 3))
-        monkeypatch.setattr(utils, "datetime", type("Clock", (datetime.datetime,), {"now": now}))
-        free = renderer.tokenizer.apply_chat_template(messages, tokenize=False)
-        assert f"03 Feb {year}" in free, "the template would print it"
-        prompts.append(renderer.prompt(messages, []))
-    assert prompts[0] == prompts[1] and "26 Jul 2024" in shown(renderer, prompts[0])
 
 
 AWKWARD = ["</tool_call>", "<tool_call>{}</tool_call>", 'say "hi"', "it's", "back\\slash", "line\nbreak\ttab", "", " ",
@@ -1645,31 +1462,22 @@ AWKWARD = ["</tool_call>", "<tool_call>{}</tool_call>", 'say "hi"', "it's", "bac
            '{"name": 1}', "#", "\u2028", "<|im_end|>", "<|python_tag|>", "eval('1')", "a=1, b=2)]", "two ünïcödé 日本 🙂"]
 
 
-@every_style
+@some_styles
 def test_tokens_calls_survive_the_round_trip(name):
     """Calls -> ids -> text -> calls, types too, several in one message (vllm#12938), no string layer around arguments
-    (lmdeploy#3058), also with a literal </tool_call> in one (vllm#45167), in every style."""
-    renderer, rng = style(name), random.Random(0)
-
-    def value(depth=0):
-        kind = rng.randrange(4 if depth == 3 else 6)
-        if kind > 3:
-            items = [value(depth + 1) for _ in range(rng.randint(0, 3))]
-            return items if kind == 4 else {rng.choice(AWKWARD): item for item in items[:2]}
-        return rng.choice([AWKWARD, [rng.randint(-10**12, 10**12)], [0.5, -2.25, 1e30, 3.0], [True, False, None]][kind])
-    for trial in range(300):
-        names = rng.choices(["send_message", "f"], k=rng.randint(1, 3))
-        calls = [Call(name, {key: value() for key in rng.sample(["a", "text", "file_name"], rng.randint(0, 3))})
-                 for name in names]
-        if trial < len(AWKWARD):
-            calls = [Call("f", {"a": AWKWARD[trial], "b": [AWKWARD[trial]]})]
-        back = parse_calls(renderer.text(renderer.assistant(asking(*calls))))
-        assert back == calls and repr(back) == repr(calls), renderer.calls_text(calls)
+    (lmdeploy#3058), also with a literal </tool_call> in one (vllm#45167) or where it is special (trl#2897)."""
+    renderer = style(name)
+    for value in [*AWKWARD, 0, -10**12, 0.5, -2.25, 1e30, 3.0, True, False, None, [], {}, ["a", "b"]]:
+        data = [value, [[value], {"k": value, **({value: 1} if isinstance(value, str) else {})}]]
+        calls = [Call("f", {"a": value, "text": data}), Call("send_message", {}), Call("f", {"file_name": value})]
+        for some in calls[:1], calls:
+            back = parse_calls(renderer.text(renderer.assistant(asking(*some))))
+            assert back == some and repr(back) == repr(some), renderer.calls_text(some)
     plain = renderer.text(renderer.assistant(asking(Call("f", {"a": 1, "b": "ü"}))))
     assert ('{"a": 1, "b": "ü"}' if name != "compact" else '(a= 1, b= "ü")') in plain
 
 
-@every_style
+@some_styles
 def test_tokens_demonstrations_in_openai_format(name):
     """Arguments as a JSON string are decoded, content may be None, and words beside calls stay, as the template has
     them, or are an error."""
@@ -1679,100 +1487,93 @@ def test_tokens_demonstrations_in_openai_format(name):
         return renderer.assistant(asking(Call("f", arguments), content=content))
     plain = said(f.arguments, "")
     assert said(json.dumps(f.arguments)) == said(f.arguments) == plain and parse_calls(renderer.text(plain)) == [f]
-    for broken in ('{"a": 1', "[1]", "x", "", '{"a": NaN}', '{"a": 1, "a": 2}', None, 7, '"{}"'):
+    for broken in '{"a": 1', "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', None, '"{}"':
         with pytest.raises(ValueError, match=r"\A[^\n]*call of f [^\n]*no JSON object\Z"):
             said(broken)
     words = {"role": "assistant", "content": "Done."}
     assert renderer.assistant(words | {"tool_calls": None}) == renderer.assistant(words)
+    hermes = renderer._write is tokens._hermes
     with pytest.raises(ValueError, match=r"\A[^\n]*words beside[^\n]*\Z"):
-        said(f.arguments, "I must not write <tool_call>" if renderer._write is tokens._hermes else "I look.")
-    if renderer._write is not tokens._hermes:
-        return
-    both = said(f.arguments, "I look <|im_end|>.")
-    assert renderer.text(both).startswith("I look <|im_end|>.\n<tool_call>") and parse_calls(renderer.text(both)) == [f]
-    assert both.count(renderer._control["<|im_end|>"]) == 1
-    if not renderer.own_block:
+        said(f.arguments, "I must not write <tool_call>" if hermes else "I look.")
+    if hermes:
+        both = said(f.arguments, "I look <|im_end|>.")
+        assert renderer.text(both).startswith("I look <|im_end|>.\n<tool_call>") and both.count(both[-1]) == 1
+        assert parse_calls(renderer.text(both)) == [f]
+    if name == "qwen3":
         messages = [{"role": "user", "content": "a"}, asking(f, content="I look.")]
         text = renderer.tokenizer.apply_chat_template(messages, tokenize=False)
         assert shown(renderer, renderer.conversation(messages, [])[0]) == text.rstrip("\n")
 
 
+def check_parsed(wanted):
+    """Each text gives these calls; a number stands for so many errors, each told in one short line."""
+    for text, expected in wanted.items():
+        found = parse_calls(text)
+        errors = [call for call in found if isinstance(call, CallError)]
+        assert [1 if call in errors else call for call in found] == expected, text
+        assert all("\n" not in call.message and len(call.message) < 300 for call in errors)
+
+
+F, G, F_JSON = Call("f", {"a": 1}), Call("g", {}), '{"name": "f", "arguments": {"a": 1}}'
+F_LLAMA, F_BLOCK = F_JSON.replace("arguments", "parameters"), f"<tool_call>{F_JSON}</tool_call>"
+
+
 def test_tokens_parse_what_models_write():
-    f, g = Call("f", {"a": 1}), Call("g", {})
-    tagged, parameters = '<tool_call>{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {"a": 1}}'
-    for text, wanted in {
-            "Done.": [], "": [], "  ": [], "Use f(a=1).": [], "[]": [], tagged: [f], parameters: [f],
-            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>': [f], f"<|python_tag|>{parameters}": [f],
-            f'I will.\n{tagged}</tool_call> <tool_call>{{"name": "g"}}</tool_call>': [f, g],
-            parameters + '; {"name": "g", "parameters": {}}': [f, g], '[{"name": "f", "arguments": {"a": 1}}]': [f],
-            "[f(a=1)]": [f], "[f(a= 1), g()]": [f, g], "[f(a=1, b=1)]": [Call("f", {"a": 1, "b": 1})],
-            "[f(a=bare, b='x y', c=[p, 2.5, -1], d={'k': None}, e=true, g=null)]":
-                [Call("f", {"a": "bare", "b": "x y", "c": ["p", 2.5, -1], "d": {"k": None}, "e": True, "g": None})]
-            }.items():
-        assert parse_calls(text) == wanted, text
+    check_parsed({
+        "Done.": [], "": [], "Use f(a=1).": [], "[]": [], F_BLOCK[:-12]: [F], F_LLAMA: [F],
+        f"<tool_call>\n{F_JSON}\n</tool_call>": [F], f"<|python_tag|>{F_LLAMA}": [F], f"[{F_JSON}]": [F],
+        f'I will.\n{F_BLOCK} <tool_call>{{"name": "g"}}</tool_call>': [F, G],
+        F_LLAMA + '; {"name": "g", "parameters": {}}': [F, G], "[f(a=1)]": [F], "[f(a= 1), g()]": [F, G],
+        "[f(a=bare, b='x y', c=[p, 2.5, -1], d={'k': None}, e=true, g=null)]":
+            [Call("f", {"a": "bare", "b": "x y", "c": ["p", 2.5, -1], "d": {"k": None}, "e": True, "g": None})]})
     # what looks like a call and is none is an error result, and the calls beside it stay (verifiers#562, miles#3226)
-    one_error = [
-        "{", '{"a": 1}', "[1]", *('{"name": "f", "parameters": {"a": %s}}' % number for number in ("NaN", "-Infinity")),
+    check_parsed(dict.fromkeys([
+        "{", '{"a": 1}', "[1]", '{"name": "f", "parameters": {"a": NaN}}', "[f(a=", "[os.f(a=1)]", "[f(a=1)] and more",
         *(f"<tool_call>{block}</tool_call>" for block in (
             '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": null}', '{"name": 7, "arguments": {}}', "")),
         *(f"[f({given})]" for given in (                                                # never cd() for cd('docs')
-            "1", "'docs'", "'docs', a=1", "*x", "**{'a': 1}", "a=g()", "a=1+1", "a=[x for x in y]", "a=x.y", "a=b'x'",
-            "a={[]: 1}", "a=...", "a=1j", "a=f'{x}'", "a=-True", "a={**{}}")),
-        "[f(a=", "[os.f(a=1)]", "[f(a=1)(b=2)]", "[f(a=1)] and more",
+            "'docs', a=1", "**{'a': 1}", "a=g()", "a=1+1", "a=+1", "a=x.y", "a=b'x'", "a={[]: 1}", "a=1j", "a=f'{x}'",
+            "a=-True", "a=-'x'", "a={**{}}")),
         # given twice: which of the two is meant? Python's own parsers silently take the last one
-        "[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '{"name": "f", "parameters": {"a": 1, "a": 2}}',
-        '[{"name": "f", "name": "g"}]', '<tool_call>{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}</tool_call>']
-    for text, errors in {
-            **dict.fromkeys(one_error, [1]), parameters + " rest": [0, 1], "[f(a=1), f(2)]": [0, 1],
-            f"<tool_call>oops</tool_call>{tagged}</tool_call>": [1, 0],
-            f'<tool_call>{{"name": "f", "arguments": "x"}}</tool_call>{tagged}</tool_call>': [1, 0]}.items():
-        found = parse_calls(text)
-        assert [int(isinstance(call, CallError)) for call in found] == errors, (text, found)
-        assert all("\n" not in call.message for call in found if isinstance(call, CallError))
+        "[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '[{"name": "f", "name": "g"}]',
+        F_BLOCK.replace("1", '{"b": 1, "b": 2}')
+        ], [1]) | {
+            F_LLAMA + " rest": [F, 1], "[f(a=1), f(2)]": [F, 1], f"<tool_call>oops</tool_call>{F_BLOCK}": [1, F],
+            f'<tool_call>{{"name": "f", "arguments": "x"}}</tool_call>{F_BLOCK}': [1, F]})
 
 
-def test_tokens_what_is_thought_is_no_call():
+@pytest.mark.parametrize("write", [tokens._hermes, tokens._llama, tokens.python_calls])
+def test_tokens_what_is_thought_is_no_call(write):
     """Calls in a think block, also in one that the template opened, are not meant; a marker in an argument is text."""
     a, b, think = Call("A", {}), Call("B", {"a": 1}), "<think>{}</think>"
-    for write in (tokens._hermes, tokens._llama, tokens.python_calls):
-        A, B, AB = (write(calls) for calls in ([a], [b], [a, b]))
-        for text, wanted in {
-                think.format(f"Maybe {A} ") + "Done.": [], think.format(A) + "\n\n" + B: [b],
-                f"Maybe {A}\n</think>\n\nDone.": [], f"{A}</think>{B}": [b], f"{A}</think>": [],
-                think.format(A) * 2 + B: [b], f"<think>{A}": [], f"<think>Hm.\n{AB}": [], think.format("") + B: [b],
-                f"{A} </think> {A} </think>{B}": [b]}.items():
-            assert parse_calls(text) == wanted, text
-        for marker in ("<think>", "</think>", "<think>x</think>", f"</think>{A}"):
-            c = Call("C", {"text": marker + " y", "b": [marker]})
-            C = write([c])
-            assert parse_calls(write([c, b])) == [c, b]
-            for text in (C, think.format("Hm.") + C, "Hm.</think>" + C):
-                assert parse_calls(text) == [c], text
-    A, B = tokens._hermes([a]), tokens._hermes([b])
-    for text, wanted in {f"{A}<think>And now?</think>{B}": [a, b], f"{A}<think>And now? {B}": [a],
-                         think.format(f"I have <think> {A} </think> twice") + A + B: [a, b],
-                         '<tool_call>{"name": </think>' + B: [b], "<think>{}</think>{": [tokens.NOT_JSON]}.items():
-        assert parse_calls(text) == wanted, text
+    A, B, AB = (write(calls) for calls in ([a], [b], [a, b]))
+    check_parsed({
+        think.format(f"Maybe {A} ") + "Done.": [], think.format(A) + "\n\n" + B: [b], f"{A}</think>": [],
+        f"Maybe {A}\n</think>\n\nDone.": [], f"{A}</think>{B}": [b], think.format(A) * 2 + B: [b], f"<think>{A}": [],
+        f"<think>Hm.\n{AB}": [], think.format("") + B: [b], f"{A} </think> {A} </think>{B}": [b]})
+    for marker in ("<think>", "</think>", "<think>x</think>", f"</think>{A}"):
+        c = Call("C", {"text": marker + " y", "b": [marker]})
+        C = write([c])
+        check_parsed({write([c, b]): [c, b], C: [c], think.format("Hm.") + C: [c], "Hm.</think>" + C: [c]})
+    if write is tokens._hermes:
+        check_parsed({
+            f"{A}<think>And now?</think>{B}": [a, b], f"{A}<think>And now? {B}": [a],
+            think.format(f"I have <think> {A} </think> twice") + A + B: [a, b],
+            '<tool_call>{"name": </think>' + B: [b], "<think>{}</think>{": [1]})
 
 
 def test_tokens_fenced_calls_are_read():
     """A call within ``` is a call, one that cannot be read is an error, and code that is no call stays words."""
-    f, g = Call("f", {"a": 1}), Call("g", {})
-    for text, wanted in {
-            '```json\n{"name": "f", "arguments": {"a": 1}}\n```': [f], "```python\n[f(a=1), g()]\n```": [f, g],
-            'I will.\n```json\n[{"name": "f", "parameters": {"a": 1}}]\n```\nThen wait.': [f],
-            '```\n{"name": "g"}\n``` and ```tool_call\n{"name": "f", "arguments": {"a": 1}}': [g, f],
-            '```json\n{"arguments": {"a": 1}, "name": "f"}```': [f], "```python\nprint([f(a=1)])\n```": [],
-            '```json\n{"a": 1}\n```': [], "```[1, 2]```": [], "```": [],
-            '<think>```json\n{"name": "f"}\n```</think>Done.': [],
-            '{"name": "f", "arguments": {"a": "```\\n{\\"name\\": 1}```"}}': [Call("f", {"a": '```\n{"name": 1}```'})],
-            "```[f(a=1)]```" + "a" * tokens.MAX_CALL_TEXT: [tokens.TOO_LONG]}.items():
-        assert parse_calls(text) == wanted, text
-    for text, errors in {'```json\n{"name": "f", "arguments": "x"}\n```': [1], '```json\n{"name": "f", \n```': [1],
-                         "```python\n[f(1)]\n```": [1], '```json\n{"name": "f", "arguments": {"a": "```"}}\n```': [1],
-                         "```[f(a=1)]``` ```[f(2)]```": [0, 1], '```{"name": 7}```': [1],
-                         '```{"type": "function", "function": {"name": "f"}}```': [1]}.items():
-        assert [int(isinstance(call, CallError)) for call in parse_calls(text)] == errors, text
+    check_parsed({
+        f"```json\n{F_JSON}\n```": [F], "```python\n[f(a=1), g()]\n```": [F, G], '```{"name": 7}```': [1],
+        f"I will.\n```json\n[{F_LLAMA}]\n```\nThen wait.": [F],
+        '```\n{"name": "g"}\n``` and ```tool_call\n' + F_JSON: [G, F], "```": [], '```json\n{"a": 1}\n```': [],
+        '```json\n{"arguments": {"a": 1}, "name": "f"}```': [F], "```python\nprint([f(a=1)])\n```": [],
+        "```[1, 2]```": [], f"<think>```json\n{F_JSON}\n```</think>Done.": [],
+        '{"name": "f", "arguments": {"a": "```\\n{\\"name\\": 1}```"}}': [Call("f", {"a": '```\n{"name": 1}```'})],
+        '```json\n{"name": "f", \n```': [1], '```json\n{"name": "f", "arguments": {"a": "```"}}\n```': [1],
+        "```[f(a=1)]``` ```[f(2)]```": [F, 1], '```{"type": "function", "function": {"name": "f"}}```': [1]})
+    assert parse_calls("```[f(a=1)]```" + "a" * tokens.MAX_CALL_TEXT) == [tokens.TOO_LONG]
 
 
 def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
@@ -1781,11 +1582,9 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
     hostile = [
         f"open('{tmp_path}/trap', 'w')", "__import__('os').system('touch trap')", "exec('1/0')", "().__class__",
         *(bracket * n for bracket in "[({-" for n in (150, 250, 5000, 19_000)), "-" * 300 + "1", "not " * 4000,
-        "lambda: 1/0", "a" + ".b" * 9000, "a" + "()" * 9000, "x if y else " * 1500, "9" * 5000, "1" * 19_000,
-        "a" * 10**6, "1+" * 9000, '{"a":' * 5000, "[[],{}," * 2500, "'" * 9001, "\x00", "\ud800", "\\", "🙂" * 50,
-        "9e999", "0x" + "f" * 9000, "*" * 9000]
-    frames = ["X", "[X]", "[f(a=X)]", "[X(a=1)]", '<tool_call>{"name": "f", "arguments": {"a": X}}</tool_call>',
-              '{"name": X', "<tool_call>X"]
+        "lambda: 1/0", "a" + ".b" * 9000, "a" + "()" * 9000, "x if y else " * 1500, "9" * 5000, "a" * 10**6,
+        "1+" * 9000, '{"a":' * 5000, "[[],{}," * 2500, "'" * 9001, "\x00", "\ud800", "\\", "9e999", "0x" + "f" * 9000]
+    frames = ["X", "[X]", "[f(a=X)]", "[X(a=1)]", F_BLOCK.replace("1", "X"), '{"name": X', "<tool_call>X"]
     kinds = collections.Counter()
     for text in (frame.replace("X", piece) for piece in hostile for frame in frames):
         for call in parse_calls(text):
@@ -1794,14 +1593,14 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
                 assert type(call.name) is str and type(call.arguments) is dict
             else:
                 assert len(call.message) < 300
-    assert kinds[Call] > 2 and kinds[CallError] > 150 and len(kinds) == 2 and not list(tmp_path.iterdir())
+    assert kinds[Call] > 2 and kinds[CallError] > 100 and len(kinds) == 2 and not list(tmp_path.iterdir())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert parse_calls("[f(a=1if 1 else 2), f(a='\\d')]") == [
             CallError("arguments of f must be literals, each given once"), Call("f", {"a": "\\d"})]
     assert parse_calls("[" + "f()," * 6000 + "]") == [tokens.TOO_LONG]
-    assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}")[0] == tokens.NOT_JSON
-    assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 400 + "}}") == [Call("f", {"a": int("9" * 400)})]
+    assert parse_calls(F_JSON.replace("1", "9" * 5000))[0] == tokens.NOT_JSON
+    assert parse_calls(F_JSON.replace("1", "9" * 400)) == [Call("f", {"a": int("9" * 400)})]
 
 
 def test_tokens_reading_takes_linear_time():
