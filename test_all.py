@@ -116,15 +116,6 @@ def sim_tasks(n=200, seed=11, **changes):
     return simulator.make_tasks(n, seed, **changes)
 
 
-def sim_play(task, turns):
-    return reward.trajectory_reward(reward.replay(task, turns))
-
-
-def sim_open(task):
-    """An episode of the task with every tool offered."""
-    return dataclasses.replace(task, offered=list(TABLE), withheld={}).episode()
-
-
 def sim_arguments(rng, name, world=None):
     """Arguments of the right types for a tool: entries that exist in `world` where it is given, else anything."""
     anything = {int: rng.randint(1, 60), float: rng.randint(1, 60) / 2, bool: rng.random() < 0.5, str: "nothing",
@@ -135,50 +126,32 @@ def sim_arguments(rng, name, world=None):
 
 # ---- rewards ----
 
-def test_sim_golden_replay_is_rewarded():
-    for part in simulator.PARTS:
-        for task in sim_tasks(200, part=part, turns=(1, 3), calls=(1, 3), tools=10):
-            episode = reward.replay(task)
-            assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
-            assert reward.trajectory_reward(episode, truncated=True).total == 0
-            assert episode.calls == [episode.bind(call) for call in flat(task.golden)] != []
-            assert not any("error" in message["content"] for message in episode.messages if message["role"] == "tool")
-
-
-def test_sim_damaged_replays_are_not_rewarded():
-    """A golden write dropped, altered or repeated leaves a wrong state; a missing lookup only lacks coverage."""
-    rng = random.Random(0)
-    for task in sim_tasks(200, turns=(1, 3), calls=(1, 2)):
-        for t, i, call in [(t, i, call) for t, calls in enumerate(task.golden) for i, call in enumerate(calls)]:
-            writes, key = TABLE[call.name].writes, rng.choice(list(call.arguments))
-            old = call.arguments[key]
-            new = (not old if isinstance(old, bool) else old + 1 if isinstance(old, (int, float))
-                   else old[::-1] if isinstance(old, list) else old + "s")
-            other = Call(call.name, {**call.arguments, key: new})
-            dropped, repeated, altered = (
-                sim_play(task, [calls[:i] + instead + calls[i + 1:] if now == t else calls
-                                for now, calls in enumerate(task.golden)]) for instead in ([], [call, call], [other]))
-            assert dropped == (0 if writes else 1, 0, 0) and altered.total == 0
-            assert repeated == ((0, 1, 0) if writes else (1, 1, 1)), (task.id, call)
-        assert sim_play(task, [[]] * len(task.turns)).action == 0
-        assert sim_play(task, task.golden[:-1]).total == 0, "unfinished"
+def test_sim_golden_replay_is_rewarded_and_fast():
+    start = time.process_time()
+    for task in flat(sim_tasks(400, part=part, turns=(1, 3), calls=(1, 3), tools=10) for part in simulator.PARTS):
+        episode = reward.replay(task)
+        assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
+        assert reward.trajectory_reward(episode, truncated=True).total == 0
+        assert episode.calls == [episode.bind(call) for call in flat(task.golden)] != []
+        assert not any("error" in message["content"] for message in episode.messages if message["role"] == "tool")
+    assert time.process_time() - start < 10
 
 
 def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
     """A read changes nothing; an accepted write bumps the revision of its API, also repeated; a refusal nothing."""
     rng, seen = random.Random(2), collections.Counter()
     assert len(TABLE) >= 40 and len(simulator.APIS) >= 6
-    for task in sim_tasks(60, categories=("base",)):
-        episode = sim_open(task)
-        for name in list(TABLE) * 2:
-            arguments, owner = sim_arguments(rng, name, rng.random() < 0.7 and episode.objects), TABLE[name].owner
+    for task in sim_tasks(40, categories=("base",)):
+        episode = dataclasses.replace(task, offered=list(TABLE)).episode()
+        for name, tool in [*TABLE.items()] * 2:
+            call = Call(name, sim_arguments(rng, name, rng.random() < 0.7 and episode.objects))
             accepted = []
             for _ in range(2):
-                before, (result,), after = episode.state(), told(episode, Call(name, arguments)), episode.state()
+                before, (result,), after = episode.state(), told(episode, call), episode.state()
                 accepted.append("error" not in result)
-                wrote = accepted[-1] and TABLE[name].writes
-                assert {api for api in after if after[api] != before[api]} == ({owner} if wrote else set()), name
-                assert after[owner]["revision"] == before[owner]["revision"] + wrote
+                wrote = accepted[-1] and tool.writes
+                assert {api for api in after if after[api] != before[api]} == ({tool.owner} if wrote else set()), name
+                assert after[tool.owner]["revision"] == before[tool.owner]["revision"] + wrote
             assert accepted[0] == accepted[1], name
             seen[name, accepted[0]] += 1
     assert all(seen[name, True] for name in TABLE) and sum(seen[name, False] > 0 for name in TABLE) >= 20
@@ -198,16 +171,17 @@ ALARM, GONE = ask("set_alarm", hour=5, on=True), ask("close_ticket", ticket=999)
 def test_reward_counts_calls_in_canonical_form(golden, played, wanted):
     """As often as they are wanted, with defaults, 5.0 as 5 but 1 not as true."""
     task = dataclasses.replace(sim_tasks(1)[0], golden=[golden], turns=["go"], offered=list(TABLE), withheld={})
-    assert sim_play(task, [played]) == wanted
+    assert reward.trajectory_reward(reward.replay(task, [played])) == wanted
 
 
 def test_reward_equality():
-    for a, b in ((1, 1.0), (math.nan, float("nan")), (nested(50), nested(50)), ({"a": [1, "x"]}, {"a": [1.0, "x"]}),
-                 (None, None), (True, True), ((1, 2), [1, 2])):
-        assert reward.same(a, b) and reward.same(b, a)
-    for a, b in ((True, 1), (False, 0), ("1", 1), ([1], [True]), ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}),
-                 (math.nan, 1), ([1], [1, 1]), (None, False), ("", None), ([], {})):
-        assert not reward.same(a, b) and not reward.same(b, a), (a, b)
+    for equal, pairs in {
+            True: [(1, 1.0), (math.nan, float("nan")), ({"a": [1, "x"]}, {"a": [1.0, "x"]}), (True, True),
+                   (None, None), ((1, 2), [1, 2])],
+            False: [(True, 1), ("1", 1), ([1], [True]), ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}), (math.nan, 1),
+                    ([1], [1, 1]), (None, False), ([], {})]}.items():
+        for a, b in pairs:
+            assert reward.same(a, b) == reward.same(b, a) == equal, (a, b)
 
 
 # ---- the protocol ----
@@ -217,7 +191,7 @@ def test_envs_the_example_of_a_new_environment_runs():
     exec(textwrap.dedent(envs.__doc__.split("plain Python:\n")[1].split("\nReward,")[0]), space)
     episode = reward.replay(space["task"])
     assert reward.trajectory_reward(episode) == (1, 1, 1)
-    assert episode.state() == {"Counter": {"count": 5, "revision": 1}} and told(episode.task.episode(), ask("add"))[0]
+    assert episode.state() == {"Counter": {"count": 5, "revision": 1}}
     assert episode.tools[0]["function"] == {"name": "add", "description": "Add to the counter.", "parameters": {
         "type": "object", "properties": {"amount": {"type": "integer", "description": "How much."}},
         "required": ["amount"]}}
@@ -227,17 +201,14 @@ def test_envs_the_example_of_a_new_environment_runs():
 
 
 def test_sim_bind():
-    """Defaults filled in, in the signature's order; a copy; nothing unknown or missing; a true is no number."""
+    """Defaults are filled in, in the signature's order; lists are copied; nothing may be unknown or missing."""
     bind, guests = sim_tasks(1)[0].episode().bind, ["ann"]
-    assert bind(ask("open_ticket", topic="lamp")) == ask("open_ticket", topic="lamp", level="low")
-    flight = bind(ask("book_flight", goal="rome", start="oslo")).arguments
-    assert list(flight.items()) == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
-    bound = bind(ask("invite_guests", event=1, guests=guests))
+    flight = bind(ask("book_flight", goal="rome", start="oslo"))
+    invited = bind(ask("invite_guests", event=1, guests=guests))
     guests.append("bob")
-    assert bound.arguments["guests"] == ["ann"]
-    for call in (ask("drive_to"), ask("drive_to", city="rome", speed=1), ask("drive_to", town="rome"), ask("fly"),
-                 ask("add_funds", amount=True), ask("add_funds", amount=2.5), ask("set_alarm", hour=1, on=1),
-                 ask("invite_guests", event=1, guests=("ann",))):
+    assert [*flight.arguments.items()] == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
+    assert invited.arguments["guests"] == ["ann"]
+    for call in (ask("drive_to"), ask("drive_to", city="rome", speed=1), ask("fly")):
         assert bind(call) is None, call
 
 
@@ -250,23 +221,14 @@ def sim_of(clutter=0, **functions):
         def start(self):
             return {"Desk": SimpleNamespace(count=0)}
 
-    class OtherTask(simulator.SimulatorTask):
-        def episode(self):
-            return Other(self)
-    return OtherTask("t", "base", "t", ["go"], [[]], list(Other.table), clutter=clutter).episode()
-
-
-class Silent(Exception):
-    """Neither an exception's text nor a result's can be asked for."""
-    def __str__(self):
-        raise RuntimeError("no text")
+    return Other(simulator.SimulatorTask("t", "base", "t", ["go"], [[]], list(Other.table), clutter=clutter))
 
 
 @pytest.mark.parametrize("clutter", [0, 2])
 def test_sim_tools_may_do_anything(clutter):
     """Whatever a tool raises or returns, its call has a result in strict JSON, and the next call runs."""
     def act(self):
-        if raised:
+        if isinstance(value, BaseException):
             raise value
         return value
 
@@ -274,73 +236,60 @@ def test_sim_tools_may_do_anything(clutter):
         self.count += 1
         return {"count": self.count}
 
-    def after(what, raising=False):
-        nonlocal value, raised
-        value, raised = what, raising
-        first, second = told(episode, ask("act"), ask("count"))
-        assert second["count"] == episode.objects["Desk"].count
-        return first
-
-    value, raised, episode, ring = None, False, sim_of(clutter, act=act, count=count), []
+    ring, episode = [], sim_of(clutter, act=act, count=count)
     ring.append(ring)
-    errors = [("KeyError: 'x'", KeyError("x")), ("ZeroDivisionError: by", ZeroDivisionError("by")),
-              ("Silent", Silent()), ("SystemExit: 3", SystemExit(3)), ("RecursionError: ", RecursionError()),
-              ("no", envs.Refused("no")), ("ValueError: " + "x" * 488, ValueError("x" * 10**6))]
-    plain = [(datetime.date(2024, 2, 3), "2024-02-03"), ({"b", "a", "c"}, ["a", "b", "c"]), (b"x", "b'x'"),
-             ([math.nan], "[nan]"), (math.inf, "inf"), ({(1, 2): 3}, "{(1, 2): 3}"), (ring, "[[...]]"),
-             ("\ud800", "\ud800"), (decimal.Decimal("1.5"), "1.5"), (7, 7), ([None], [None]), ("", "")]
-    hopeless = [(Silent(), "RuntimeError: no text"), (nested(10**5), "RecursionError: "),
-                ("x" * 10**7, "the result has more than 100000 characters")]
-    assert [after(error, raising=True) for _, error in errors] == [{"error": said} for said, _ in errors]
-    for given, wanted in plain:
-        assert (after(given)["result"] if clutter else after(given)) == wanted
-    shown = after({"day": datetime.date(2024, 2, 3), "who": frozenset("ba")})
-    assert {"day": "2024-02-03", "who": ["a", "b"]}.items() <= shown.items()
-    for given, said in hopeless:
-        assert after(given)["error"].startswith(said)
-    assert len(episode.calls) == 2 * (7 + 12 + 1 + 3) and episode.objects["Desk"].revision == 7 + 2 * (12 + 1 + 3)
+    silent = type("Silent", (Exception,), {"__str__": lambda self: 1 / 0})()
+    errors = {"KeyError: 'x'": KeyError("x"), "Silent": silent, "SystemExit: 3": SystemExit(3),
+              "no": envs.Refused("no"), "ValueError: " + "x" * 488: ValueError("x" * 10**6)}
+    hopeless = {"ZeroDivisionError": [silent], "RecursionError: ": nested(10**5),
+                "the result has more than 100000 characters": "x" * 10**7}
+    plain = [({"b", "a", "c"}, ["a", "b", "c"]), (b"x", "b'x'"), ([math.nan], "[nan]"), (math.inf, "inf"),
+             ({(1, 2): 3}, "{(1, 2): 3}"), (ring, "[[...]]"), ("\ud800", "\ud800"), (7, 7), ([None], [None]), ("", ""),
+             ({"day": datetime.date(2024, 2, 3), "who": frozenset("ba")}, {"day": "2024-02-03", "who": ["a", "b"]})]
+    for ran, (value, wanted) in enumerate([(each, says) for says, each in {**errors, **hopeless}.items()] + plain, 1):
+        first, second = told(episode, ask("act"), ask("count"))
+        assert second["count"] == ran
+        if ran <= len(errors) + len(hopeless):
+            assert first.keys() == {"error"} and first["error"].startswith(wanted) and len(first["error"]) <= 500
+        elif isinstance(wanted, dict):
+            assert wanted.items() <= first.items()
+        else:
+            assert (first["result"] if clutter else first) == wanted
+    assert len(episode.calls) == 2 * ran and episode.objects["Desk"].revision == 2 * ran - len(errors)
     json.dumps(episode.messages, allow_nan=False)
-    assert reward.trajectory_reward(episode) == (0, 1, 0)
+    value = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        after(KeyboardInterrupt(), raising=True)
+        told(episode, ask("act"))
 
 
 class Level(enum.Enum):
     LOW, HIGH, THREE = "low", "high", 3
 
 
-BAD_NUMBERS = (True, "3", math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, [], {}, object())
+BAD_NUMBERS = (True, "3", math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, [], {})
+TEXT, LIST, OBJECT = "a text of at most 500 characters", "a list of at most 20 ", "an object of at most 20 entries"
 
 
-@pytest.mark.parametrize("kind, taken, refused", [
-    (int, {3: 3, 3.0: 3}, (None, 2.5, *BAD_NUMBERS)),
-    (float, {3.0: 3, 2.5: 2.5}, (None, *BAD_NUMBERS)),
-    (bool, {True: True}, (1, 0, "true", None)),
-    (str, {"a" * 500: "a" * 500}, ("a" * 501, 1, None)),
-    (Optional[str], {"a": "a", None: None}, (1, ["a"], "a" * 501, False)),
-    (str | None, {"a": "a", None: None}, (1, ["a"], "a" * 501, {})),
-    (int | str, {3.0: 3, "3": "3"}, (2.5, True, None)),
-    (Union[list[int], dict[str, str]], {"[1.0]": [1], '{"a": "b"}': {"a": "b"}}, ([1.5], {"a": 1}, "a")),
-    (list[int], {"[1.0, 2]": [1, 2], "[]": []}, ([True], ["1"], [None], [1] * 21, "12", None, {"a": 1})),
-    (list[str], {'["a"]': ["a"]}, (["a", 1], ["a", None], [["a"]], ["a" * 501], ("a",), "a")),
-    (list[list[int]], {"[[1], [2.0]]": [[1], [2]]}, ([1], [[1.5]])),
-    (list, {'[1.0, "a", null, {"b": [true]}]': [1, "a", None, {"b": [True]}]},
-     ("a", [math.nan], [1] * 21, [object()], [{1: 2}])),
-    (dict, {'{"a": 1.0, "b": [null]}': {"a": 1, "b": [None]}},
-     ([], "a", {1: 2}, {"a": {2, 3}}, {"a": math.inf}, dict.fromkeys(map(str, range(21))))),
-    (dict[str, int], {'{"a": 1.0}': {"a": 1}}, ({"a": "1"}, {"a": True}, {1: 1}, {"a" * 501: 1})),
-    (tuple[int, str], {'[1.0, "a"]': (1, "a")}, ([1], [1, "a", 2], ["a", 1], "ab", {"a": 1, "b": 2})),
-    (tuple, {"[1.0, [2]]": (1, [2])}, ("ab", {"a": 1}, 1)),
-    (Literal["low", "high"], {"low": "low"}, ("mid", "LOW", 1, None, ["low"])),
-    (Literal[1, "a", None], {1.0: 1, "a": "a", None: None}, (True, 2, "b")),
-    (Optional[Literal[1]], {1: 1, None: None}, (True, 2)),
-    (Level, {"low": Level.LOW, 3.0: Level.THREE}, ("LOW", "Level.LOW", 1, None)),
-    (list[Level], {'["high"]': [Level.HIGH]}, (["HIGH"], "high")),
-    (Any, {3.0: 3, "a": "a", None: None, True: True, '[{"a": [1.0]}]': [{"a": [1]}]},
-     (math.nan, object(), b"a", {1: 2}, "a" * 501)),
-    (Annotated[int, "whole"], {3.0: 3}, (2.5, True)),
+@pytest.mark.parametrize("kind, says, taken, refused", [
+    (int, "a whole number", {3: 3, 3.0: 3}, (None, 2.5, *BAD_NUMBERS)),
+    (float, "a number", {3.0: 3, 2.5: 2.5}, (None, *BAD_NUMBERS)),
+    (bool, "true or false", {True: True}, (1, 0, "true", None)),
+    (str, TEXT, {"a" * 500: "a" * 500}, ("a" * 501, 1, None)),
+    (Optional[str], TEXT + " or null", {"a": "a", None: None}, (1, ["a"], "a" * 501, False)),
+    (int | str, "a whole number or " + TEXT, {3.0: 3, "3": "3"}, (2.5, True, None)),
+    (list[int], LIST + "entries", {"[1.0, 2]": [1, 2], "[]": []}, ([True], ["1"], [1] * 21, "12", None, {"a": 1})),
+    (list[str], LIST + "texts", {'["a"]': ["a"]}, (["a", 1], [["a"]], ["a" * 501], ("a",), "a")),
+    (list, LIST + "entries", {'[1.0, {"b": [true]}]': [1, {"b": [True]}]}, ("a", [math.nan], [1] * 21, [{1: 2}])),
+    (dict, OBJECT, {'{"a": [1.0]}': {"a": [1]}}, ([], {1: 2}, {"a": {2}}, dict.fromkeys(map(str, range(21))))),
+    (dict[str, int], OBJECT, {'{"a": 1.0}': {"a": 1}}, ({"a": "1"}, {"a": True}, {1: 1}, {"a" * 501: 1})),
+    (tuple[int, str], "tuple[int, str]", {'[1.0, "a"]': (1, "a")}, ([1], [1, "a", 2], ["a", 1], "ab", {1: 1, 2: 2})),
+    (tuple, "tuple", {"[1.0, [2]]": (1, [2])}, ("ab", {"a": 1}, 1)),
+    (Literal[1, "a", None], "Literal[1, 'a', None]", {1.0: 1, "a": "a", None: None}, (True, 2, "b", ["a"])),
+    (list[Level], LIST + "entries", {'["low", 3.0]': [Level.LOW, Level.THREE]}, (["LOW"], [1], [None], "low")),
+    (Any, "Any", {3.0: 3, "a": "a", None: None, True: True, "[1.0]": [1]}, (math.nan, b"a", {1: 2}, "a" * 501)),
+    (Annotated[int, "whole"], "a whole number", {3.0: 3}, (2.5, True)),
 ], ids=lambda value: "" if isinstance(value, (dict, tuple)) else str(value))
-def test_sim_every_annotation_is_checked(kind, taken, refused):
+def test_sim_every_annotation_is_checked(kind, says, taken, refused):
     """What get_json_schema takes can be bound, to one canonical form that stays; what does not fit is refused."""
     def take(self, x):
         assert type(x) is type(wanted), "the tool gets the canonical form"
@@ -354,86 +303,70 @@ def test_sim_every_annotation_is_checked(kind, taken, refused):
         bound = episode.bind(ask("take", x=given))
         assert repr(bound.arguments) == repr({"x": wanted}) and repr(episode.bind(bound)) == repr(bound)
         assert told(episode, ask("take", x=given)) == [{"ok": True}] and repr(episode.calls[-1]) == repr(bound)
-    for given in (*refused, nested(), circle()):
+    for given in (*refused, nested(), circle(), object()):
         assert episode.bind(ask("take", x=given)) is None, given
-        assert told(episode, ask("take", x=given))[0]["error"].startswith("x must be ")
-    assert len(episode.calls) == len(taken)
-
-
-def test_sim_refusals_say_what_is_wanted():
-    """The simulator's own words, which its policies read, and those for further annotations."""
-    for kind, value, says in [
-            (int, "a", "a whole number"), (float, "a", "a number"), (bool, 1, "true or false"),
-            (str, 1, "a text of at most 500 characters"), (list[str], 1, "a list of at most 20 texts"),
-            (list[str], [1], "a text of at most 500 characters"), (int | None, "a", "a whole number or null"),
-            (Literal["low", "high"], 1, "Literal['low', 'high']"), (list[int], ["a"], "a whole number"),
-            (dict[str, int], 1, "an object of at most 20 entries")]:
-        with pytest.raises(envs.Refused, match=f"^{re.escape('must be ' + says)}$"):
-            envs.check(value, kind)
+        refusal, = told(episode, ask("take", x=given))
+        assert refusal["error"].startswith("x must be ")
+    assert refusal == {"error": "x must be " + says} and len(episode.calls) == len(taken)
 
 
 def test_sim_limits_of_a_message_and_of_a_dialogue():
     task, fill = sim_tasks(1, categories=("base",), turns=(1, 1))[0], ask("add_fuel", amount=1)
     episode = dataclasses.replace(task, offered=["add_fuel"]).episode()
-    results = told(episode, *[fill] * 20)
-    assert results == [{"ok": True}] * 16 + [{"error": "more than 16 calls"}] * 4
+    assert told(episode, *[fill] * 20) == [{"ok": True}] * 16 + [{"error": "more than 16 calls"}] * 4
     assert episode.state()["Vehicle"]["revision"] == len(episode.calls) == envs.MAX_CALLS == 16
     assert episode.step([]) == [] and len(episode.messages) == 2 + 20
     assert not episode.done and episode.next_turn("done") is None and episode.done
     assert episode.messages[-1] == {"role": "assistant", "content": "done"}
-    state, length = episode.state(), len(episode.messages)
-    assert told(episode, fill) == [{"error": "the dialogue is over"}] and episode.state() == state
-    assert episode.next_turn() is None and len(episode.messages) == length + 2
+    assert told(episode, fill) == [{"error": "the dialogue is over"}] and len(episode.calls) == 16
+    assert episode.next_turn() is None and len(episode.messages) == 23 + 2
     assert "error" in json.loads(task.episode().step(ask("add_fuel"))[0]), "a bare call counts as one"
 
 
 def test_sim_messages():
+    """Who said what, in order; what is logged is a copy, and what could not be run is logged as well."""
     task = next(task for task in sim_tasks() if task.category == "miss_func")
     episode, golden = reward.replay(task), copy.deepcopy(task.golden)
-    roles = "".join(message["role"][0] for message in episode.messages)
-    assert re.fullmatch("u((at)*a(u|$))+", roles)
+    assert re.fullmatch("u((at)*a(u|$))+", "".join(message["role"][0] for message in episode.messages))
     assert [message["content"] for message in episode.messages if message["role"] == "user"] == task.turns
     asked = [message["tool_calls"][0]["function"] for message in episode.messages if "tool_calls" in message]
     assert [Call(**call) for call in asked] == flat(golden)
     for call in asked:
-        call["arguments"].clear()           # what is logged is a copy
+        call["arguments"].clear()
     assert task.golden == golden and all(call.arguments for call in episode.calls)
-    errors = task.episode()
-    results = errors.step([CallError("no json"), ask("fly_away", to="moon"), Call("drive_to", "rome")])
-    assert [message["role"] for message in errors.messages[1:]] == ["assistant", "tool", "tool", "tool"]
-    assert [message["content"] for message in errors.messages[2:]] == results
-    assert json.loads(results[0]) == {"error": "no json"} and errors.calls == []
-    assert errors.messages[1]["tool_calls"][1]["function"] == {"name": "fly_away", "arguments": {"to": "moon"}}
+    episode = task.episode()
+    results = episode.step([CallError("no json"), ask("fly_away", to="moon"), Call("drive_to", "rome")])
+    assert [(message["role"], message["content"]) for message in episode.messages[1:]] == [
+        ("assistant", ""), *(("tool", result) for result in results)]
+    assert json.loads(results[0]) == {"error": "no json"} and episode.calls == []
+    assert episode.messages[1]["tool_calls"][1]["function"] == {"name": "fly_away", "arguments": {"to": "moon"}}
 
 
 def test_sim_episodes_share_no_state():
     for task in sim_tasks(40):
         initial, start, other = copy.deepcopy(task.initial), task.episode().state(), task.episode()
         reward.replay(task)
-        for data in other.state().values():
-            for value in data.values():
-                if isinstance(value, (dict, list)):
-                    value.clear()
+        for value in flat(data.values() for data in other.state().values()):
+            if isinstance(value, (dict, list)):
+                value.clear()
         assert other.state() == start == task.episode().state() and other.calls == [] and len(other.messages) == 1
         assert task.initial == initial and start.keys() == initial.keys()
-    assert all(state["revision"] == 0 for state in start.values())
 
 
 def test_sim_tools_run_only_when_they_are_offered():
     """Never one that is not offered; a withheld one only from the turn on that hands it over with its schema."""
     rng = random.Random(0)
-    for task in sim_tasks(80, categories=("miss_func",), turns=(1, 3)):
+    for task in sim_tasks(40, categories=("miss_func",), turns=(1, 3)):
         (turn, (name,)), = task.withheld.items()
         episode, wanted = task.episode(), next(call for call in flat(task.golden) if call.name == name)
         assert name not in task.offered and task.golden[turn - 1] == [] and episode.bind(wanted)
         assert [schema["function"]["name"] for schema in episode.tools] == task.offered
+        absent = [Call(other, sim_arguments(rng, other, episode.objects)) for other in {*TABLE} - {*task.offered, name}]
         for t, calls in enumerate(task.golden):
-            state, ran = episode.state(), list(episode.calls)
-            absent = [Call(other, sim_arguments(rng, other, episode.objects)) for other in TABLE
-                      if other not in task.offered and other != name]
+            before = episode.state(), list(episode.calls)
             for call in absent + [wanted] * (t < turn):
                 assert told(episode, call) == [{"error": "no such tool"}]
-            assert episode.state() == state and episode.calls == ran
+            assert (episode.state(), episode.calls) == before
             assert all("error" not in told(episode, call)[0] for call in calls)
             assert (episode.next_turn() or {}).get("tools") == ([TABLE[name].schema] if t + 1 == turn else None)
         assert reward.trajectory_reward(episode) == (1, 1, 1)
@@ -442,19 +375,11 @@ def test_sim_tools_run_only_when_they_are_offered():
 # ---- the generator ----
 
 def test_sim_tasks_and_replays_are_the_same_in_every_process():
-    """Bit for bit what they have always been, whatever the hash seed."""
-    script = """if True:
-        import hashlib, reward, simulator
-        from simulator import make_tasks
-        tasks = make_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3) + make_tasks(80, 0)
-        for part in simulator.PARTS:
-            tasks += make_tasks(60, 5, part=part, turns=(1, 3))
-        text = repr([list(vars(task).values()) + [reward.replay(task).messages] for task in tasks])
-        print(hashlib.sha256(text.encode()).hexdigest()[:16])
-    """
-    for seed in "12":
-        assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=Path(__file__).parent,
-                                       env={**os.environ, "PYTHONHASHSEED": seed}) == "4c01f3ba04194694\n"
+    """Bit for bit what they have always been, whatever the hash seed, which differs from run to run."""
+    tasks = flat([sim_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3), sim_tasks(80, 0),
+                  *(sim_tasks(60, 5, part=part, turns=(1, 3)) for part in simulator.PARTS)])
+    text = repr([list(vars(task).values()) + [reward.replay(task).messages] for task in tasks])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "4c01f3ba04194694"
     assert sim_tasks(40) == sim_tasks(80)[:40], "more tasks begin with the same ones"
     assert [task.turns for task in sim_tasks(4)] != [task.turns for task in sim_tasks(4, seed=12)]
 
@@ -470,19 +395,16 @@ def test_sim_ids_name_what_a_task_is_made_from():
             assert seen.setdefault(task.id, task) == task, regime
             assert seen.setdefault(task.scenario, task.initial) == task.initial, regime
     assert sum(isinstance(task, envs.Task) for task in seen.values()) == 9 * 12 + 2 * 3, "clutter: of long_context only"
-    assert [task.id for task in made] == [f"{first}@calls=1-1,tools=6" for first in usual[:3]] + [
-        usual[3] + "@calls=1-1,tools=6,clutter=3"]
-    assert {task.scenario for task in made} == {"sim-train-0-0000000@calls=1-1,tools=6"}
+    assert [task.id for task in made] == [first + "@calls=1-1,tools=6" + ",clutter=3" * first.endswith("context")
+                                          for first in usual]
 
 
 def test_sim_parts_are_disjoint():
     """No golden answer is in two parts, whatever the seeds; small tasks make collisions likely if anything is wrong."""
-    bind = sim_tasks(1)[0].episode().bind
-    for sizes in ({}, {"turns": (1, 1), "calls": (1, 1)}):
-        held = {part: {repr([bind(call) for call in flat(task.golden)]) for seed in range(2)
-                       for task in sim_tasks(n, seed, part=part, categories=("base",), **sizes)}
-                for part, n in (("train", 1000), ("validation", 200), ("test", 200))}
-        assert all(held.values()) and sum(map(len, held.values())) == len(set.union(*held.values()))
+    held = {part: {repr(flat(task.golden)) for seed in range(2) for task in sim_tasks(
+                n, seed, part=part, categories=("base",), turns=(1, 1), calls=(1, 1))}
+            for part, n in (("train", 1000), ("validation", 200), ("test", 200))}
+    assert all(held.values()) and sum(map(len, held.values())) == len(set.union(*held.values()))
     rng = random.Random(0)
     parts = collections.Counter(simulator.part_of(simulator.draw_scenario(rng, (1, 2), (1, 2))[2]) for _ in range(2000))
     assert 1500 < parts["train"] < 1700 and 140 < parts["validation"] < 260 and 140 < parts["test"] < 260
@@ -491,18 +413,15 @@ def test_sim_parts_are_disjoint():
 
 
 def test_sim_variants_of_a_scenario():
-    tasks = sim_tasks(400, turns=(1, 3))
+    tasks, cluttered = sim_tasks(400, turns=(1, 3)), set()
     assert len({task.id for task in tasks}) == len(tasks) and len({task.scenario for task in tasks}) == len(tasks) / 4
-    assert len({task.id for seed in (1, 2) for part in simulator.PARTS for task in sim_tasks(4, seed, part=part)}) == 24
-    for i in range(0, len(tasks), 4):
-        base, func, param, long = variants = tasks[i:i + 4]
+    for base, func, param, long in zip(*(tasks[i::4] for i in range(4))):
+        variants = base, func, param, long
         assert [task.category for task in variants] == list(CATEGORIES)
         assert len({task.scenario for task in variants}) == 1 and all(task.initial == base.initial for task in variants)
         assert base.turns == long.turns and base.golden == long.golden and [] not in base.golden
-        assert base.offered == param.offered == long.offered and len(func.offered) == len(base.offered) == 8
+        assert base.offered == param.offered == long.offered
         assert not base.clutter and long.clutter and not (base.withheld or param.withheld or long.withheld)
-        final = reward.replay(base).state()
-        assert all(reward.replay(task).state() == final for task in variants)
         for task in (func, param):
             turn = task.golden.index([])
             assert len(task.turns) == len(task.golden) == len(base.turns) + 1
@@ -515,24 +434,18 @@ def test_sim_variants_of_a_scenario():
         old, new = (collections.Counter(task.turns[turn].split()) for task in (base, param))
         given = collections.Counter(param.turns[turn + 1].split())
         assert old - new and old - new <= given and new - old <= given + collections.Counter(["some", "the", "right"])
-    assert len({task.scenario for task in sim_tasks(50, categories=("miss_param",))}) == 50
-    both = sim_tasks(20, categories=("long_context", "base"))
-    assert [task.category for task in both] == ["long_context", "base"] * 10
-    assert [task.scenario for task in both[::2]] == [task.scenario for task in both[1::2]]
-
-
-def test_sim_long_context_hides_the_same_values():
-    seen = set()
-    for base, long in zip(sim_tasks(60, categories=("base",)), sim_tasks(60, categories=("long_context",), clutter=9)):
-        plain, full = reward.replay(base), reward.replay(long)
-        assert full.messages == reward.replay(long).messages and full.calls == plain.calls
-        for a, b in zip(plain.messages, full.messages):
+        # long_context hides the same results
+        for a, b in zip(*(reward.replay(task).messages for task in (base, long))):
             if a["role"] == "tool":
                 a, b = json.loads(a["content"]), json.loads(b["content"])
                 assert {"before": b["before"], **a, "after": b["after"]} == b
-                assert len(b["before"]) + len(b["after"]) == 9
-                seen.add(repr(b))
-    assert len(seen) > 50, "clutter differs from call to call"
+                assert len(b["before"]) + len(b["after"]) == long.clutter
+                cluttered.add(repr((b["before"], b["after"])))
+    assert len(cluttered) > 150, "clutter differs from call to call"
+    assert len({task.scenario for task in sim_tasks(50, categories=("miss_param",))}) == 50
+    both = sim_tasks(20, categories=("long_context", "base"))
+    assert [(task.category, task.scenario) for task in both] == [
+        (category, task.scenario) for task in both[::2] for category in ("long_context", "base")]
 
 
 def test_sim_sizes_and_offered_tools():
@@ -555,14 +468,13 @@ def test_sim_sizes_and_offered_tools():
 def test_sim_schemas_and_language_are_small_and_clean():
     words, numbers = set(simulator.LABELS + simulator.FILLERS + simulator.WEATHER), set()
     for name, tool in TABLE.items():
-        function = tool.schema["function"]
+        function, parameters = tool.schema["function"], tool.schema["function"]["parameters"]["properties"]
         assert function["name"] == name and function["description"] and "Args" not in function["description"]
-        properties = function["parameters"]["properties"]
-        assert list(properties) == list(tool.parameters) and len(properties) <= 3
-        assert all(value["description"] and value["type"] for value in properties.values())
-        assert re.fullmatch("[a-z]+(_[a-z]+)*", name) and all(re.fullmatch("[a-z]+", key) for key in properties)
+        assert list(parameters) == list(tool.parameters) and len(parameters) <= 3
+        assert all(value["description"] and value["type"] for value in parameters.values())
+        assert re.fullmatch("[a-z]+(_[a-z]+)*", name) and all(re.fullmatch("[a-z]+", key) for key in parameters)
         words.update(name.split("_"), tool.parameters)
-    for text in {text for task in sim_tasks(3000) + sim_tasks(3000, part="test") for text in task.turns}:
+    for text in {text for task in sim_tasks(2000) for text in task.turns}:
         found = text.split()
         assert re.fullmatch(r"[a-z]+( ([a-z]+|\d+|[,.]))*", text) and 2 < len(found) < 40, text
         numbers |= {int(word) for word in found if word.isdigit()}
@@ -584,23 +496,15 @@ def test_sim_looked_up_values_cannot_be_memorised():
     assert sum(len(set(results)) for results in often) > 0.6 * sum(map(len, often))
 
 
-def test_sim_arguments_of_make_tasks_are_checked():
-    assert sim_tasks(0) == [] and len(sim_tasks(3)) == 3
-    for bad in ({"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
-                {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)},
-                {"turns": (2, 1)}, {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (0, 1)},
-                {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3}, {"tools": len(TABLE)}, {"tools": "8"},
-                {"turns": (1, 5)}, {"clutter": -1}):
-        with pytest.raises(ValueError, match="^[^\n]+$") as error:
-            sim_tasks(**{"n": 4, **bad})
-        assert str(error.value).split()[0] in simulator.make_tasks.__code__.co_varnames
-
-
-def test_sim_is_fast():
-    start = time.process_time()
-    for task in sim_tasks(10_000):
-        reward.replay(task)
-    assert time.process_time() - start < 20
+@pytest.mark.parametrize("bad", [
+    {"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
+    {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)}, {"turns": (2, 1)},
+    {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3},
+    {"tools": len(TABLE)}, {"tools": "8"}, {"turns": (1, 5)}, {"clutter": -1}], ids=str)
+def test_sim_arguments_of_make_tasks_are_checked(bad):
+    with pytest.raises(ValueError, match="^[^\n]+$") as error:
+        sim_tasks(**{"n": 4, **bad})
+    assert str(error.value).split()[0] in inspect.signature(simulator.make_tasks).parameters
 
 
 # =====================================================================================================================
@@ -627,7 +531,7 @@ def steady():
 
 def official_data():
     """All data that the official tool classes keep in their modules or in default arguments, as text."""
-    held = []
+    held = [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]     # instances left behind
     for name, module in bfcl.CLASSES.items():
         module = bfcl._official("func_source_code." + module)
         held += [(key, repr(value)) for key, value in vars(module).items() if isinstance(value, (dict, list))]
@@ -637,7 +541,7 @@ def official_data():
     return [pair for pair in held if pair[0] not in ("LONG_WEATHER_EXTENSION", "__builtins__")]
 
 
-# ---- golden answers ----
+# ---- next to the official checker ----
 
 @needs_bfcl
 def test_bfcl_golden_is_accepted_by_both():
@@ -649,135 +553,114 @@ def test_bfcl_golden_is_accepted_by_both():
         assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
         assert bfcl.official_verdict(episode), task.id
         assert len(episode.calls) == sum(map(len, task.golden))
-        assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
         if i % 10 == 0:
             idle, unfinished = reward.replay(task, [[]] * len(task.turns)), task.episode()
             unfinished.step(task.golden[0])
-            assert reward.trajectory_reward(idle).total == 0
-            assert not bfcl.official_verdict(idle)
+            assert reward.trajectory_reward(idle).total == bfcl.official_verdict(idle) == 0
             assert bfcl.official_verdict(unfinished) == (len(task.turns) == 1), "its only turn would finish it"
     assert official_data() == before, "the official modules keep something"
     assert bfcl.data_hash() == "aef40196e45ca421", "not the pinned version"
 
 
-# ---- next to the official checker ----
-
 def rearrange(task, rng):
-    """(kind, turns): the golden calls in another order or turn, or with one more. sft.corrupt makes mistakes."""
-    turns, kind = [list(calls) for calls in task.golden], rng.choice(["order", "move", "extra"])
-    turn = rng.choice([calls for calls in turns if calls])
-    if kind == "order":
-        rng.shuffle(turn)
-    elif kind == "move":
-        rng.choice(turns).append(turn.pop(rng.randrange(len(turn))))
-    else:
-        free = [name for name in task.offered if not bfcl._table()[name].schema["function"]["parameters"]["required"]]
-        turn.insert(0, Call(rng.choice(free), {}))
-    return kind, turns
+    """(kind, turns): the golden calls, one of them in another place. sft.corrupt makes mistakes."""
+    turns = [list(calls) for calls in task.golden]
+    turn, goal = rng.choice([calls for calls in turns if calls]), rng.choice(turns)
+    call = turn.pop(rng.randrange(len(turn)))
+    goal.insert(rng.randint(0, len(goal)), call)
+    return "move", turns
 
 
 def official_rules(episode):
-    """Which rule of the official checker the episode breaks first, by our own executor; None if it breaks none.
+    """Whether the episode keeps the rules of the official checker, by our own executor.
 
     After each turn in which golden calls something: some call was made, the states agree, and the results of this
     turn's golden calls are among the results of ALL calls so far.
     """
-    ours, golden, pool = episode.task.episode(), episode.task.episode(), []
+    ours, golden, pool = episode.task.episode(), episode.task.episode(), collections.Counter()
     for done, wanted in zip(episode.steps, episode.task.golden):
-        for calls in done:
-            pool += ours.step(calls)
-        results = golden.step(wanted)
-        if wanted and not done:
-            return "nothing called in a turn"
-        if wanted and not reward.same(ours.state(), golden.state()):
-            return "state after a turn"
-        if wanted and collections.Counter(results) - collections.Counter(pool):
-            return "a result is missing in its turn"
+        pool.update(flat(map(ours.step, done)))
+        results = collections.Counter(golden.step(wanted))
+        if wanted and not (done and reward.same(ours.state(), golden.state()) and results <= pool):
+            return False
         ours.next_turn()
         golden.next_turn()
+    return True
 
 
 @needs_bfcl
-@pytest.mark.parametrize("change, n", [(sft.corrupt, 2000), (rearrange, 500)], ids=["mistakes", "rearranged"])
+@pytest.mark.parametrize("change, n", [(sft.corrupt, 1000), (rearrange, 500)], ids=["mistakes", "rearranged"])
 def test_bfcl_agreement_with_the_official_checker(change, n):
     """Our R next to the leaderboard's verdict on changed golden answers; the rules above explain every verdict.
 
-    R = 1 and the leaderboard says no: it looks at every turn, R at the end and at the calls as a whole. A call made one
-    turn late (or early, so that its own turn is empty), or in another order so that its result differs.
-    R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a
-    search with another keyword that finds the same, an argument without effect; a result that an earlier turn already
-    gave counts again; and nothing is checked after the last turn that has golden calls.
+    R = 1 and the leaderboard says no: it looks at every turn, R at the end. A call made a turn late, or in another
+    order so that its result differs. R = 0 and it says yes: it compares results, R compares calls, as for
+    `tail(lines=30)` of a file of 20 lines; a result that an earlier turn gave counts again; and nothing is checked
+    after the last turn that has golden calls.
     """
     rng, tasks, agree = random.Random(0), bfcl_tasks(), collections.Counter()
     for _ in range(n):
         task = rng.choice(tasks)
         kind, turns = change(task, rng)
         episode = reward.replay(task, turns)
-        official, broken = bfcl.official_verdict(episode), official_rules(episode)
-        assert official == (broken is None), (task.id, kind, turns, broken)
+        official = bfcl.official_verdict(episode)
+        assert official == official_rules(episode), (task.id, kind, turns)
         agree[reward.trajectory_reward(episode).total, int(official)] += 1
     assert agree[0, 0] and agree[1, 1]
-    assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.5), agree
+    assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.4), agree
 
 
 # ---- hostile input ----
 
-
 def hostile(rng, table, offered):
     """A call that no honest model makes, or no call at all. table: {name of a tool: names of its parameters}."""
-    kind, name, value = rng.random(), rng.choice(offered), lambda: rng.choice(HOSTILE_VALUES)
+    kind, value = rng.random(), lambda: rng.choice(HOSTILE_VALUES)
     if kind < 0.1:
         return rng.choice(NO_CALLS)
-    if kind < 0.35:
-        name = rng.choice(HOSTILE_NAMES if kind < 0.25 else sorted(table))
+    name = rng.choice(HOSTILE_NAMES if kind < 0.25 else sorted(table) if kind < 0.35 else offered)
     arguments = {key: value() for key in table.get(name, ["folder"])}
     if 0.3 < kind < 0.45:
         arguments[rng.choice(["self", "x", "__class__", "path"])] = value()
     if arguments and kind > 0.9:
-        del arguments[rng.choice(sorted(arguments))]
+        del arguments[rng.choice(list(arguments))]
     return Call(name, value() if 0.45 < kind < 0.5 else arguments)
 
 
-HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "root",
-                 "draw", "_generate_id", "_set_card_balance", "eval", "exec", "os.system", "GorillaFileSystem.cd",
-                 "cd;ls", "cd(", "", " cd", "CD", "self", "revision", "get", "x" * 10**5, "Files.move_file", "\ud800"]
+HOSTILE_NAMES = ["__init__", "__class__", "_load_scenario", "_random", "draw", "eval", "GorillaFileSystem.cd", "cd;ls",
+                 "", "CD", "revision", "get", "x" * 10**5, "\ud800"]
 HOSTILE_VALUES = [
-    None, True, -1, 0, 10**17, 10**400, -10**400, 10**5000, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a", "..",
-    "/", "\0", "../../etc/passwd", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "__class__",
-    "sort (x)", [], {}, "2024-01-01", [[]], [1] * 900, [1] * 10**5, ["a"] * 50, {"a": 1}, {1: 2}, {"title": {"x": []}},
-    nested(12), nested(), {"a": nested()}, circle(), [math.nan], (1, 2), {"status": 5}, {1, 2}, b"x", object(), 3 + 4j,
-    print, [None, "a", 2.5], ask("cd"), -300, 300, 99, "driver", ["driver"], "economy", 12345, {None: 1}, {(1, 2): 3},
-    7, 2.0, "ann", "report", "acme"]
-NO_CALLS = [None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(), Call({}, {}),
-            {}, Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5),
-            CallError(10**5000), Call(math.nan, {}), Call("drive_to", nested()), Call("drive_to", circle())]
+    None, True, -1, 0, 10**17, 10**400, 10**5000, 1e308, -math.inf, math.nan, 0.1, "", "a", "..", "/", "\0", "\ud800",
+    "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "sort (x)", [], {}, "2024-01-01", [[]], [1] * 900,
+    [1] * 10**5, {"a": 1}, {1: 2}, {"title": {"x": []}}, nested(12), nested(), {"a": nested()}, circle(), [math.nan],
+    (1, 2), {"status": 5}, {1, 2}, b"x", object(), print, [None, "a", 2.5], ask("cd"), -300, 99, "driver", ["driver"],
+    "economy", {None: 1}, 7, 2.0, "ann", "report", "acme"]
+NO_CALLS = [None, "cd", {}, object(), Call("cd", None), Call(None, {}), Call(["cd"], {}), Call("cd", "docs"),
+            Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5), CallError(10**5000), Call(math.nan, {}),
+            Call("drive_to", nested()), Call("drive_to", circle())]
 
 
 @pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
 def test_step_survives_hostile_calls(env, steady):
     """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a tool of the task that binds;
     and then exactly what the same call changes again."""
-    rng, ran, slowest, sim = random.Random(1), 0, (0, None), env == "sim"
+    rng, ran, slowest, sim = random.Random(1), 0, 0, env == "sim"
     tasks, before = (sim_tasks(80), None) if sim else (bfcl_tasks(), official_data())
     table = ({name: list(tool.parameters) for name, tool in TABLE.items()} if sim else
              {name: list(function.signature.parameters)[1:] for name, function in bfcl._table().items()})
-    for _ in range(300):
-        task = rng.choice(tasks)
+    for task in rng.choices(tasks, k=300):
         episode, again, state = task.episode(), task.episode(), None
         for _ in range(20):
             call = hostile(rng, table, task.offered)
             state, done = state or episode.state(), len(episode.calls)
             begin = time.thread_time()
             result, = episode.step(call if rng.random() < 0.1 else [call])
-            slowest = max(slowest, (time.thread_time() - begin, len(episode.calls)))
-            assert isinstance(result, str) and len(result) <= (600 if sim else bfcl.MAX_RESULT)
-            result.encode()                             # no half characters
+            slowest = max(slowest, time.thread_time() - begin)
+            assert len(result.encode()) <= (600 if sim else bfcl.MAX_RESULT)    # encodes: no half characters
             if len(episode.calls) == done:              # refused
                 assert set(json.loads(result)) == {"error"} and episode.state() == state
             else:
                 assert call.name in task.offered + flat(task.withheld.values())
                 assert episode.bind(call) == episode.calls[-1]
-                assert not sim or TABLE[call.name].writes or episode.state() == state
                 assert again.step(episode.calls[-1:]) == [result]
                 ran, state = ran + 1, None
             if rng.random() < 0.1:
@@ -786,28 +669,26 @@ def test_step_survives_hostile_calls(env, steady):
         json.dumps([episode.messages, episode.state()] if sim else episode.messages, allow_nan=False)
         assert reward.same(episode.state(), again.state()) or episode.broken
         assert reward.trajectory_reward(episode).total == 0 and (sim or not bfcl.official_verdict(episode))
-    assert ran > (200 if sim else 1000) and slowest[0] < 0.1, (ran, slowest)
-    assert sim or official_data() == before
+    assert ran > (150 if sim else 1000) and slowest < 0.1 and (sim or official_data() == before), (ran, slowest)
 
 
 @needs_bfcl
 def test_bfcl_math_is_bounded_and_keeps_no_precision():
     import mpmath
-    episode, begin = bfcl_with("MathAPI").episode(), time.thread_time()
+    episode, begin, root, log = bfcl_with("MathAPI").episode(), time.thread_time(), "square_root", "logarithm"
     for call in (ask("power", base=9, exponent=10**9), ask("power", base=2.0, exponent=-1e9),
-                 ask("power", base=10**17, exponent=10**17), ask("logarithm", value=7, base=3, precision=10**7),
-                 ask("square_root", number=2, precision=10**7), ask("round_number", number=5, decimal_places=-10**9),
-                 ask("logarithm", value=7, base=3, precision="200000"),     # mpmath reads texts as well
-                 ask("logarithm", value="1e3000000", base=3, precision=5),
-                 ask("logarithm", value=7, base="1e3000000", precision=5)):
+                 ask(log, value=7, base=3, precision=10**7), ask(root, number=2, precision=10**7),
+                 ask("round_number", number=5, decimal_places=-10**9),
+                 ask(log, value=7, base=3, precision="200000"),     # mpmath reads texts as well
+                 ask(log, value="1e3000000", base=3, precision=5), ask(log, value=7, base="1e3000000", precision=5)):
         assert "beyond" in told(episode, call)[0]["error"], call
     assert episode.calls == [] and time.thread_time() - begin < 0.5
-    results = episode.step([ask("square_root", number=2, precision=60), ask("power", base=2, exponent=10),
-                            ask("logarithm", value=8, base=2, precision=50)])
+    results = episode.step([ask(root, number=2, precision=60), ask("power", base=2, exponent=10),
+                            ask(log, value=8, base=2, precision=50)])
     assert "1.41421356237309504880168872420969807856967187537694807317668" in results[0]
     assert results[1] == '{"result": 1024}' and "3.0" in results[2]
     assert (decimal.getcontext().prec, mpmath.mp.dps) == (28, 15), "the process's own precision"
-    assert not any(episode.bind(ask("add", a=number, b=1)) for number in (math.nan, math.inf, -math.inf, 10**19, -1e19))
+    assert not any(episode.bind(ask("add", a=number, b=1)) for number in (math.nan, -math.inf, 10**19, -1e19))
 
 
 @needs_bfcl
@@ -817,12 +698,10 @@ def test_bfcl_results_have_an_end_and_so_has_the_dialogue():
     for says, call in {"100000 char": ask("ls"), "nested": ask("ls", a=nested()), "no": CallError("no")}.items():
         assert says in told(episode, call)[0]["error"]
     results = episode.step([ask("pwd")] * 70)
-    assert len(results) == 70 and "error" not in results[63] and "more than 64" in json.loads(results[64])["error"]
+    assert len(results) == 70 and "error" not in results[63] and "more than 64" in results[64]
     while episode.next_turn():
         pass
-    ran = len(episode.calls)
-    assert "over" in told(episode, ask("pwd"))[0]["error"] and len(episode.calls) == ran
-    assert episode.step([]) == [] and episode.next_turn() is None
+    assert "over" in told(episode, ask("pwd"))[0]["error"] and len(episode.calls) == 12 + 1 + 64
 
 
 def doubling(times):
@@ -837,13 +716,13 @@ def descent(times, name):
 
 
 FIND, LOOP, TOP = ask("find"), ask("cp", source="a", destination="a"), ask("cd", folder="/")
-# A folder within itself, which the official cp makes: `find` would walk forever. A deep one, a wide one, a gigabyte of
-# paths. 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads.
-ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": descent(80, "d"), "wide": doubling(40),
-           "long names": [*descent(50, "n" * 9000), *doubling(7), FIND, TOP, FIND],
-           "out of the root's reach": [
-               *descent(1, "o"), ask("mkdir", dir_name="k"), TOP, ask("cp", source="o", destination="p"),
-               ask("rm", file_name="o"), *(ask("cd", folder=name) for name in ("p", "k", "..")), *doubling(18), FIND]}
+ENDLESS = {
+    "a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3],              # which `find` would walk forever
+    "deep": descent(80, "d"), "wide": doubling(40),
+    "long names": [*descent(50, "n" * 9000), *doubling(7), FIND, TOP, FIND],    # a gigabyte of paths
+    "out of the root's reach": [                                # a removed folder, into which `cd ..` from a copy leads
+        *descent(1, "o"), ask("mkdir", dir_name="k"), TOP, ask("cp", source="o", destination="p"),
+        ask("rm", file_name="o"), *(ask("cd", folder=name) for name in ("p", "k", "..")), *doubling(18), FIND]}
 
 
 @needs_bfcl
@@ -851,9 +730,8 @@ ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": de
 def test_bfcl_file_system_cannot_be_made_endless(steady, what):
     """Such an episode is lost, but ends, within bounds of time and memory."""
     task = bfcl_with("GorillaFileSystem")
-    table = {name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"}
     assert "cp" not in task.offered and "no function 'cp'" in told(task.episode(), LOOP)[0]["error"]    # excluded here
-    episode = dataclasses.replace(task, withheld={}, offered=sorted(table)).episode()
+    episode = dataclasses.replace(task, withheld={}, offered=list(bfcl._table())).episode()
     for call in ENDLESS[what]:
         began, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         episode.step([call])
@@ -862,7 +740,6 @@ def test_bfcl_file_system_cannot_be_made_endless(steady, what):
     for _ in task.turns:
         episode.next_turn()
     assert episode.broken and "cycle or too large" in "".join(message["content"] for message in episode.messages)
-    assert episode.state() != episode.state()
     assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
 
 
@@ -887,21 +764,11 @@ def test_bfcl_text_is_never_rewritten():
     golden = [ask("touch", file_name="n"), ask("echo", content=text, file_name="n"), ask("cat", file_name="n")]
     episode = reward.replay(bfcl_with("GorillaFileSystem", turns=["Write it."], golden=[golden]))
     assert json.loads(episode.messages[-2]["content"]) == {"file_content": text}
-    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n"]["content"] == text
     assert bfcl.official_verdict(episode) and reward.trajectory_reward(episode).total == 1
-    call = ask("echo", content=text, file_name=None)
-    assert bfcl._parse_golden(bfcl._text(call)) == call and "(" not in bfcl._text(call).removeprefix("echo(")
+    assert bfcl._parse_golden(bfcl._text(golden[1])) == golden[1] and bfcl._text(golden[1]).count("(") == 1
 
 
-# ---- withheld functions, schemas ----
-
-def fitting_call(task, name):
-    """A call of the function that binds: the golden one if there is one."""
-    fill = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
-    parameters = bfcl._table()[name].schema["function"]["parameters"]
-    made = {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]}
-    return next((call for call in flat(task.golden) if call.name == name), Call(name, made))
-
+# ---- tasks and splits ----
 
 @needs_bfcl
 def test_bfcl_withheld_functions():
@@ -910,21 +777,18 @@ def test_bfcl_withheld_functions():
     for task in bfcl_tasks(categories=["miss_func"]):
         (turn, names), = task.withheld.items()
         early += [(task.id, name) for name in task.early]
-        episode = task.episode()
-        assert not {tool["function"]["name"] for tool in episode.tools} & set(names) and task.golden[turn - 1] == []
-        assert task.turns[turn] == said
-        for now in range(len(task.turns)):
-            state = episode.state()
-            for call in (fitting_call(task, name) for name in set(names) - set(task.early)):
-                bound, (result,) = episode.bind(call), episode.step([call])
-                if now < turn:
-                    assert json.loads(result) == {"error": f"no function {call.name!r}"} and bound
-                    assert episode.state() == state and episode.calls == []
-                else:
-                    assert episode.calls[-1] == bound
-                    checked += 1
-            handed = [tool["function"]["name"] for tool in (episode.next_turn() or {}).get("tools", [])]
+        episode, start = task.episode(), task.episode().state()
+        assert not {*task.offered} & {*names} and task.golden[turn - 1] == [] and task.turns[turn] == said
+        late = [call for call in flat(task.golden) if call.name in {*names} - {*task.early}]
+        for now in range(turn):
+            for call in late:
+                assert told(episode, call) == [{"error": f"no function {call.name!r}"}] and episode.bind(call)
+            handed = [tool["function"]["name"] for tool in episode.next_turn().get("tools", [])]
             assert handed == (names if now + 1 == turn else [])
+        assert episode.state() == start and episode.calls == []
+        episode.step(late)
+        assert episode.calls == [episode.bind(call) for call in late]
+        checked += len(late)
     assert checked > 200 and early == [("multi_turn_miss_func_49", "tail")]
 
 
@@ -934,31 +798,24 @@ def test_bfcl_schemas():
     def types(schema):
         inner = [*schema.get("properties", {}).values()] + [schema[key] for key in ("items",) if key in schema]
         return {schema["type"]}.union(*map(types, inner))
-    excluded = 0
+    excluded, table = 0, bfcl._table()
     for task in bfcl_tasks():
-        episode = task.episode()
-        schemas = list(episode.tools)
-        while message := episode.next_turn():
-            assert message["content"]
-            schemas += message.get("tools", [])
-        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in schemas}
-        assert len(parameters) == len(schemas) and set(parameters) == episode.known
-        assert len(task.turns) == len(task.golden) and all(tool["type"] == "function" for tool in schemas)
-        documented = {name for name, function in bfcl._table().items() if function.owner.__name__ in task.classes}
-        excluded += len(documented - set(parameters))
+        names, known = task.offered + flat(task.withheld.values()), task.episode().known
+        assert len(names) == len(known) and set(names) == known and all(task.turns)
+        assert len(task.turns) == len(task.golden) and (task.category == "miss_func") == bool(task.withheld)
+        excluded += sum(function.owner.__name__ in task.classes for function in table.values()) - len(names)
         for call in flat(task.golden):
-            schema = parameters[call.name]
-            assert set(schema["required"]) <= set(call.arguments) <= set(schema["properties"])
-        for schema in parameters.values():
-            assert schema["type"] == "object"
-            assert types(schema) <= {"object", "string", "number", "integer", "boolean", "array"}
-        assert (task.category == "miss_func") == bool(task.withheld)
+            schema = table[call.name].schema["function"]["parameters"]
+            assert call.name in known and {*schema["required"]} <= {*call.arguments} <= {*schema["properties"]}
     assert excluded == 4 * 18
+    for name, function in table.items():
+        parameters = function.schema["function"]["parameters"]
+        assert function.schema["type"] == "function" and function.schema["function"]["name"] == name
+        assert parameters["type"] == "object"
+        assert types(parameters) <= {"object", "string", "number", "integer", "boolean", "array"}
     bound = bfcl_with("GorillaFileSystem").episode().bind(ask("tail", file_name="a"))
     assert bound == ask("tail", file_name="a", lines=10)
 
-
-# ---- splits ----
 
 BFCL_PARTS = ("train", "validation", "test")
 
@@ -970,24 +827,20 @@ def test_bfcl_scenario_split_is_clean():
     pairs, apart = [{"107", "136"}, {"120", "124"}], 0
     for seed in range(12):
         parts = {part: bfcl_tasks(part, seed=seed) for part in BFCL_PARTS}
-        sizes = tuple(map(len, parts.values()))
+        sizes, test = tuple(map(len, parts.values())), parts["test"]
         assert sum(sizes) == 800 and sizes == {0: (636, 80, 84), 1: (640, 80, 80)}.get(seed, sizes)
-        base = bfcl_tasks("test", categories=["base"], seed=seed)
-        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == sizes[2] / 4
-        side, sides = {}, collections.defaultdict(set)
-        for part, tasks in parts.items():
-            for task in tasks:
-                assert side.setdefault(task.scenario, part) == part
-                sides[bfcl.answer(task)].add(part)
-        assert all(len(found) == 1 for found in sides.values()), seed
+        assert bfcl_tasks("test", categories=["base"], seed=seed) == [task for task in test if task.category == "base"]
+        side = {task.scenario: part for part, tasks in parts.items() for task in tasks}
+        sides = {(key(task), part) for part, tasks in parts.items() for task in tasks
+                 for key in (bfcl.answer, lambda task: task.scenario)}
+        assert len(sides) == len(dict(sides)), "an answer or a scenario in two parts"
         keys = sorted(side)
         random.Random(seed).shuffle(keys)
         shuffled = dict(zip(keys, ["test"] * 20 + ["validation"] * 20 + ["train"] * 160, strict=True))
         moved = {key for key in keys if side[key] != shuffled[key]}
-        for pair in pairs:
-            first = min(pair, key=keys.index)
-            assert {side[key] for key in pair} == {shuffled[first]} and first not in moved
         assert moved <= set.union(*pairs)
+        for pair in pairs:
+            assert {side[key] for key in pair} == {shuffled[min(pair, key=keys.index)]}
         apart += len(moved)
     assert apart > 2, "without any pair that the shuffle parts this shows nothing"
 
@@ -1004,12 +857,10 @@ def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
 @needs_bfcl
 def test_bfcl_random_split_leaks():
     """80 test tasks as in the paper; nearly all of their golden call sequences stand in the training tasks."""
-    for split, sizes in (("random", (640, 80, 80)), ("scenario", (636, 80, 84))):
-        train, validation, test = parts = [bfcl_tasks(part, split=split) for part in BFCL_PARTS]
-        assert tuple(map(len, parts)) == sizes and len({task.id for task in flat(parts)}) == 800
-        known = {repr(flat(task.golden)) for task in train}
-        leak = sum(repr(flat(task.golden)) in known for task in test) / len(test)
-        assert leak > 0.9 if split == "random" else leak == 0
+    train, validation, test = parts = [bfcl_tasks(part, split="random") for part in BFCL_PARTS]
+    assert [*map(len, parts)] == [640, 80, 80] and len({task.id for task in flat(parts)}) == 800
+    known = {repr(flat(task.golden)) for task in train}
+    assert sum(repr(flat(task.golden)) in known for task in test) / len(test) > 0.9
 
 
 @needs_bfcl
@@ -1042,18 +893,6 @@ def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
 
 # ---- isolation ----
 
-def mutable_parts(value, found=None):
-    """The ids of all lists, dicts, sets and objects with attributes that can be reached from value."""
-    found = {} if found is None else found
-    if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__") and not isinstance(value, type):
-        if id(value) not in found:
-            found[id(value)] = value
-            inside = value if isinstance(value, (list, set, dict)) else vars(value)
-            for inner in inside.values() if isinstance(inside, dict) else inside:
-                mutable_parts(inner, found)
-    return found
-
-
 @needs_bfcl
 def test_bfcl_episodes_share_nothing():
     """Two episodes of a task, interleaved with a spoiler between them, behave as one alone. Sharing would show in
@@ -1062,7 +901,11 @@ def test_bfcl_episodes_share_nothing():
     for task in rng.sample(bfcl_tasks(), 150):
         alone = reward.replay(task)
         first, second, spoiler = episodes = [task.episode() for _ in range(3)]
-        assert not mutable_parts(first.objects).keys() & mutable_parts(second.objects).keys()
+        parts = {}, {}                                  # ids of all that is not immutable
+        for episode, memo in zip(episodes, parts):
+            copy.deepcopy(episode.objects, memo)
+        assert not parts[0].keys() & parts[1].keys()
+        start, kept = first.state(), second.state()
         for calls in task.golden:
             for call in calls:
                 first.step([call])
@@ -1071,36 +914,15 @@ def test_bfcl_episodes_share_nothing():
             for episode in episodes:
                 episode.next_turn()
         assert first.messages == second.messages == alone.messages
-        assert first.state() == second.state() == alone.state()
+        assert first.state() == second.state() == alone.state() and start == kept == task.episode().state()
     assert bfcl._all_tasks() == bfcl._all_tasks.__wrapped__(), "a task was changed by running it"
 
 
 @needs_bfcl
-def test_bfcl_states_and_calls_are_copies():
-    for task in bfcl_tasks()[::20]:
-        episode = task.episode()
-        state, call = episode.state(), ask("post_tweet", content="a", tags=["#a"])
-        kept = copy.deepcopy(state)
-        for calls in task.golden:
-            episode.step(copy.deepcopy(calls))
-        assert state == kept, "an earlier state changed"
-        if "TwitterAPI" in task.classes:
-            episode.step([call])
-            call.arguments["tags"].append("#b")
-            episode.objects["TwitterAPI"].tweets.clear()
-            asked = episode.messages[-2]["tool_calls"][0]["function"]
-            assert episode.calls[-1].arguments["tags"] == ["#a"] == asked["arguments"]["tags"]
-
-
-@needs_bfcl
 def test_bfcl_official_globals_do_not_leak():
-    """Three known places: cards of long_context, the default lists of post_tweet, and the checker's own instances."""
+    """Into the cards of long_context and the default lists of post_tweet; and our own calls and logs are copies."""
     cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
     before, card, travel = copy.deepcopy(cards), next(iter(cards)), bfcl_with("TravelAPI", category="long_context")
-    balance = lambda episode: episode.state()["TravelAPI"]["credit_card_list"][card]["balance"]     # noqa: E731
-    one, other = travel.episode(), travel.episode()
-    one.objects["TravelAPI"]._set_card_balance(card, -1)
-    assert -1 == balance(one) != balance(other) == balance(travel.episode())
     insure = ask("purchase_insurance", access_token="t", insurance_type="a", booking_id="7", insurance_cost=5,
                  card_id=card)
     task = dataclasses.replace(travel, turns=["Insure me."], golden=[[insure]], initial={"TravelAPI": {
@@ -1112,8 +934,13 @@ def test_bfcl_official_globals_do_not_leak():
     for _ in range(2):
         episode = reward.replay(task)
         assert episode.state()["TwitterAPI"]["tweets"][0]["mentions"] == ["@b"] and bfcl.official_verdict(episode)
-    assert task.episode().bind(ask("post_tweet", content="a")).arguments["mentions"] == []
-    assert not [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]
+    assert task.episode().bind(golden[0][0]).arguments["mentions"] == []
+    episode, call = task.episode(), ask("post_tweet", content="a", tags=["#a"])
+    episode.step([call])
+    call.arguments["tags"].append("#b")
+    episode.objects["TwitterAPI"].tweets[0]["tags"].append("#c")
+    asked = episode.messages[1]["tool_calls"][0]["function"]
+    assert episode.calls[0].arguments["tags"] == ["#a"] == asked["arguments"]["tags"]
 
 
 # =====================================================================================================================
