@@ -2,8 +2,8 @@
 skipped without them. Numbers such as trl#5224 name the public report of the fault that a test guards against (tf:
 huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py, simulator.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and
-rcgrpo.py, evaluate.py and sft.py, bench.py, the command line, ablate.py, theory.py, a real model on the real benchmark.
+Order: envs.py, simulator.py and reward.py, bfcl.py, tokens.py, model.py and lora.py, sampler.py, grpo.py and rcgrpo.py,
+evaluate.py and sft.py, the command line, theory.py, a real model on the real benchmark. lab/ has its own tests.
 """
 import collections
 import contextlib
@@ -24,7 +24,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import re
 import resource
@@ -36,14 +35,13 @@ import stat
 import subprocess
 import sys
 import textwrap
-
 import time
 import urllib.request
 import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # before transformers is imported
 os.environ["CUDA_VISIBLE_DEVICES"] = ""         # before torch is: fp32 on a CPU, whatever this machine has
@@ -2766,7 +2764,7 @@ def test_evaluate_sample():
             cut.append(r.truncated and r.outcome.state * r.outcome.action)
     assert 0 < evaluate.rate(rows) < 1 and any(cut)
     given = evaluate.sample(Sampler(model, tokenizer, 16, 40, 6), tasks, [LOW] * 8, 0.8, (3, 1))
-    assert [r.ids for r in given] == [r.ids for r in rollout(model, tokenizer, tasks, LOW, (3, 1), 0.8)]
+    assert [r.ids for r in given] == [r.ids for r in in_groups(model, tokenizer, tasks, 1, [LOW])[1](0.8, seed=(3, 1))]
 
 
 def test_evaluate_records_tell_the_whole_episode():
