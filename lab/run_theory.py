@@ -62,7 +62,7 @@ def read_groups(folder: Path | str) -> dict[int, list[list[dict]]]:
 def bound_and_exact(rewards: torch.Tensor, high: torch.Tensor, p: float, how: str) -> tuple[float, torch.Tensor]:
     """Proposition 4.3's bound for a step's mean sigma_g^2, and the exact value of each group with at least two rows of
     each token. rewards, high: (P, G)."""
-    (P, G), n, m, spread = rewards.shape, {}, {}, {}                                     # by token, of each group: (P,)
+    G, n, m, spread = rewards.shape[1], {}, {}, {}                                       # by token, of each group: (P,)
     for token, where in (("high", high), ("low", ~high)):
         n[token] = where.sum(1)
         m[token] = (rewards * where).sum(1) / n[token].clamp_min(1)
