@@ -103,11 +103,8 @@ class Task:
         raise NotImplementedError
 
 
-def done(self):
-    """End the dialogue. Call this when every step is done."""
-
-
-DONE = make_tool(done, "", writes=False)
+DONE = {"type": "function", "function": {"name": "done", "description": "End the dialogue, when every step is done.",
+                                         "parameters": {"type": "object", "properties": {}}}}
 
 
 def merge(task: Task) -> Task:
@@ -244,7 +241,7 @@ class Episode:
         self.done = False
         self.calls: list[Call] = []
         self.messages = []
-        self.tools = [self.table[name].schema for name in task.offered] + [DONE.schema] * task.merged
+        self.tools = [self.table[name].schema for name in task.offered] + [DONE] * task.merged
         self.available = set(task.offered)      # grows when withheld tools are handed over
         self.ask()
         self.objects = self.start()
