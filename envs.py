@@ -115,7 +115,7 @@ def merge(task: Task) -> Task:
     steps = [f"Step {i}: {text}" for i, text in enumerate(task.turns, 1)]
     text = "Take these steps one after the other, then call done.\n" + "\n".join(steps)
     handed = [name for names in task.withheld.values() for name in names]
-    return replace(task, id=f"{task.id}@merged", turns=[text], golden=[sum(task.golden, [])],
+    return replace(task, id=f"{task.id}_merged", turns=[text], golden=[sum(task.golden, [])],
                    withheld={0: handed} if handed else {}, merged=True)
 
 

@@ -372,6 +372,26 @@ def test_sim_tools_run_only_when_they_are_offered():
         assert reward.trajectory_reward(episode) == (1, 1, 1)
 
 
+def test_sim_merged_dialogue():
+    """The paper's: one user message with every step and what was withheld, ended by the tool `done` and by it alone."""
+    for task in sim_tasks(80, turns=(2, 3)):
+        merged = envs.merge(task)
+        episode = merged.episode()
+        asked, offered = episode.messages[0], [tool["function"]["name"] for tool in episode.tools]
+        assert [line for line in asked["content"].splitlines() if line.startswith("Step ")] == [
+            f"Step {i}: {text}" for i, text in enumerate(task.turns, 1)] and offered == task.offered + ["done"]
+        handed = [tool["function"]["name"] for tool in asked.get("tools", [])]
+        assert handed == flat(task.withheld.values()) and set(handed) <= episode.available
+        episode = reward.replay(merged)
+        assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1) and episode.state() == reward.replay(
+            task).state()
+        assert sum(m["role"] == "user" for m in episode.messages) == 1 and episode.next_turn("more?") is None
+        assert "over" in episode.step([task.golden[0][0] if task.golden[0] else ask("get_fuel")])[0]
+        idle = merged.episode()
+        assert idle.step([ask("done"), ask("done")]) == ['{"ok": true}'] * 2 and idle.done and idle.calls == []
+        assert "no such tool" in task.episode().step([ask("done")])[0]
+
+
 # ---- the generator ----
 
 def test_sim_tasks_and_replays_are_the_same_in_every_process():
@@ -559,6 +579,8 @@ def test_bfcl_golden_is_accepted_by_both():
             unfinished.step(task.golden[0])
             assert reward.trajectory_reward(idle).total == bfcl.official_verdict(idle) == 0
             assert bfcl.official_verdict(unfinished) == (len(task.turns) == 1), "its only turn would finish it"
+        merged = reward.replay(envs.merge(task))
+        assert merged.done and reward.trajectory_reward(merged) == (1, 1, 1) and bfcl.official_verdict(merged), task.id
     assert official_data() == before, "the official modules keep something"
     assert bfcl.data_hash() == "aef40196e45ca421", "not the pinned version"
 
@@ -862,6 +884,19 @@ def test_bfcl_random_split_leaks():
     assert [*map(len, parts)] == [640, 80, 80] and len({task.id for task in flat(parts)}) == 800
     known = {repr(flat(task.golden)) for task in train}
     assert sum(repr(flat(task.golden)) in known for task in test) / len(test) > 0.9
+
+
+@needs_bfcl
+def test_bfcl_the_papers_split():
+    """Table 7's 18/23/17/22, whatever the seed; 49 test tasks have all three siblings among those that train, 28 have
+    two and 3 have one; the validation tasks train, too."""
+    train, validation, test = [bfcl_tasks(part, split="paper", seed=7) for part in BFCL_PARTS]
+    assert collections.Counter(task.category for task in test) == dict(zip(CATEGORIES, (18, 17, 22, 23)))
+    siblings, ids = collections.Counter(task.scenario for task in train), sorted(task.id for task in test)
+    assert collections.Counter(siblings[task.scenario] for task in test) == {3: 49, 2: 28, 1: 3}
+    assert hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] == "b9b7b8259774f7ab"
+    assert len(train) == 720 and len(validation) == 80
+    assert {task.id for task in validation} < {task.id for task in train} == {t.id for t in bfcl_tasks()} - set(ids)
 
 
 @needs_bfcl
