@@ -1413,7 +1413,8 @@ def test_tokens_what_is_thought_is_no_call(write):
     check_parsed({
         think.format(f"Maybe {A} ") + "Done.": [], think.format(A) + "\n\n" + B: [b], f"{A}</think>": [],
         f"Maybe {A}\n</think>\n\nDone.": [], f"{A}</think>{B}": [b], think.format(A) * 2 + B: [b], f"<think>{A}": [],
-        f"<think>Hm.\n{AB}": [], think.format("") + B: [b], f"{A} </think> {A} </think>{B}": [b]})
+        f"<think>Hm.\n{AB}": [], think.format("") + B: [b], f"{A} </think> {A} </think>{B}": [b],
+        A + think.format("Hm."): [a], f"{A}<think>Hm.": [a]})
     for marker in ("<think>", "</think>", "<think>x</think>", f"</think>{A}"):
         c = Call("C", {"text": marker + " y", "b": [marker]})
         C = write([c])
@@ -1815,6 +1816,15 @@ def test_model_optimizer_step(dtype, with_lora, speed):
         assert torch.allclose(before[name].float() - master, wanted, atol=1e-5), name
         assert master.dtype == torch.float32 and p.dtype == dtype and torch.equal(p, master.to(dtype))
         assert p.grad is None is master.grad
+
+
+def test_model_optimizer_leaves_a_small_gradient_as_it_is():
+    """Clipping is a bound: what is below it is not blown up to it."""
+    (model, optimizer), _ = two_learners(torch.float32)
+    for p in optimizer.params:
+        p.grad = torch.full_like(p, 1e-5)
+    assert optimizer.step(1e-3, 1.0) < 0.1
+    assert all(close(state["exp_avg"], torch.full_like(p, 1e-6)) for p, state in optimizer.adamw.state.items())
 
 
 def test_model_optimizer_step_is_adamw_in_parts(monkeypatch):
