@@ -28,7 +28,8 @@ A task is a dialogue of user turns; its golden calls say what should be done in 
     task = CounterTask("count-1", "base", "count-1", turns=["add 2"], golden=[[Call("add", {"amount": 2})]],
                        offered=["add"], initial={"start": 3})
 
-Reward, sampling and training take it from there: they know tasks and episodes only.
+Reward, sampling and training take it from there: they know tasks and episodes only. evaluate.TaskOptions.env and
+evaluate.load_tasks say which environment --env names: add it to both.
 
 Whatever a model asks for is data: names are looked up in the table, arguments are checked against the signature before
 anything runs, and an episode starts from its own copy of the initial data.

@@ -27,7 +27,8 @@ from keyword import iskeyword
 from envs import Call, CallError
 
 HIGH, LOW = "<|high_reward|>", "<|low_reward|>"
-# The one list of reward tokens. A third goes here; sft.py says which reward earns it, rcgrpo.draw_tokens draws it.
+# The one list of reward tokens. A third goes here; sft.labelled says which reward earns it,
+# rcgrpo.draw_tokens draws it, run.COLOURS and the words of grpo.figure show it.
 REWARD_TOKENS = {"high": HIGH, "low": LOW}
 
 MARK = "\ue000"                    # private-use character: cuts control-token text that came from outside
