@@ -1062,7 +1062,8 @@ WAYS = {  # name -> (are the tools in our block, who writes the calls, is there 
     "phi3": (*OURS, True, False), "gemma2": (*OURS, False, False),
     "mistral": (*OURS, False, False)}
 every_style = pytest.mark.parametrize("name", STYLES)
-some_styles = pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3", "compact"])
+ALL_ROLES = ["qwen2.5", "qwen3", "llama3", "compact"]
+some_styles = pytest.mark.parametrize("name", ALL_ROLES)
 
 
 @functools.cache
@@ -2012,8 +2013,8 @@ def in_groups(model, tokenizer, tasks, size, goals=(HIGH, LOW), **limits):
     return sampler, play
 
 
-def rollout(model, tokenizer, tasks, limits=None, **options):
-    return in_groups(model, tokenizer, tasks, 1, [HIGH], **(limits or {}))[1](**options)
+def rollout(model, tokenizer, tasks, limits=None, token=HIGH, **options):
+    return in_groups(model, tokenizer, tasks, 1, [token], **(limits or {}))[1](**options)
 
 
 def scores(model, trajectory, temperature=1.0):
@@ -2813,7 +2814,8 @@ def test_evaluate_sample():
             cut.append(r.truncated and r.outcome.state * r.outcome.action)
     assert 0 < evaluate.rate(rows) < 1 and any(cut)
     given = evaluate.sample(Sampler(model, tokenizer, 16, 40, 6), tasks, [LOW] * 8, 0.8, (3, 1))
-    assert [r.ids for r in given] == [r.ids for r in in_groups(model, tokenizer, tasks, 1, [LOW])[1](0.8, seed=(3, 1))]
+    wanted = rollout(model, tokenizer, tasks, token=LOW, temperature=0.8, seed=(3, 1))
+    assert [r.ids for r in given] == [r.ids for r in wanted]
 
 
 def test_evaluate_records_tell_the_whole_episode():

@@ -423,10 +423,11 @@ def attack(env, outputs, seed, tasks=None, only=None):
     gc.collect()
     gc.freeze()
     gc.disable()                                        # a collection in the midst of a call would count as its time
-    digest, clean, begin = hashlib.sha256(), surroundings(env), time.perf_counter()
     numbers = range(-(-outputs // LENGTH)) if only is None else [only // LENGTH]
+    bar = tqdm(numbers, desc=env, leave=False, disable=None, mininterval=1)             # the first one imports modules
+    digest, clean, begin = hashlib.sha256(), surroundings(env), time.perf_counter()
     try:
-        for number in tqdm(numbers, desc=env, leave=False, disable=None, mininterval=1):
+        for number in bar:
             task, texts, heavy = dialogue(env, seed, number, tasks, signatures)
             episode, complaints, figures, transcript = scrutinise(
                 env, task, texts, signatures, heavy and number % 3 == 0, only is not None)

@@ -21,7 +21,7 @@ import envs
 import reward
 import tokens
 from envs import Call, CallError
-from test_all import STYLES, needs_bfcl, style
+from test_all import ALL_ROLES, STYLES, needs_bfcl, some_styles, style
 
 both_envs = pytest.mark.parametrize("env", ["sim", pytest.param("bfcl", marks=needs_bfcl)])
 
@@ -137,7 +137,7 @@ def test_fuzz_results_are_the_same_in_every_process():
 @pytest.mark.parametrize("name", STYLES)
 def test_fuzz_text_from_outside_stays_text(name):
     """Hostile conversations have the control tokens and the masks of harmless ones."""
-    assert fuzz.injection(style(name), 200 if name in list(STYLES)[:4] else 40, seed=5) == []
+    assert fuzz.injection(style(name), 200 if name in ALL_ROLES else 40, seed=5) == []
 
 
 HOLES = {  # what is let in -> (the method, how it is broken)
@@ -146,7 +146,7 @@ HOLES = {  # what is let in -> (the method, how it is broken)
     "halves": ("encode", lambda encode: lambda text: encode(text.replace(tokens.MARK, "")))}
 
 
-@pytest.mark.parametrize("name", list(STYLES)[:4])
+@some_styles
 @pytest.mark.parametrize("hole", HOLES)
 def test_fuzz_sees_a_renderer_that_lets_control_text_in(monkeypatch, name, hole):
     renderer, (method, broken) = copy.copy(style(name)), HOLES[hole]

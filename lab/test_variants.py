@@ -11,7 +11,7 @@ import variants
 from envs import Call
 from sampler import Sampler
 from simulator import TABLE
-from test_all import (Gradients, by_hand, close, in_groups, learn, relive, reward_ids, rollout, school, sim_tasks, tiny)
+from test_all import (Gradients, by_hand, close, learn, relive, reward_ids, rollout, school, sim_tasks, tiny)
 from tokens import HIGH, LOW, Renderer
 
 
@@ -100,7 +100,7 @@ def test_variants_lucky_lows_are_credited_to_the_high_prompt(how):
     tasks, model, tokenizer = school()
     high, low = reward_ids(tokenizer)
     rollouts = [dataclasses.replace(t, token=token) for token in (HIGH, LOW)
-                for t in in_groups(model, tokenizer, tasks[:4], 1, [token])[1]()]
+                for t in rollout(model, tokenizer, tasks[:4], token=token)]
     advantages = torch.tensor([1.0, -1, 0.5, 0, 2, -1, 0, 0.7])
     o, weights, rows, scores, shares = revised(model, rollouts, advantages, credit_lucky_lows=how)
     assert rows[:8] == rollouts and len(rows) == len(scores) == len(shares) == 10
