@@ -2985,8 +2985,8 @@ def test_sft_steps_with_nan_are_left_out(monkeypatch):
 SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24",
          "--max_messages", "4", "--tools", "4", "--calls", "1", "--device", "cpu"]
 METRICS = set("step reward zero_variance advantage_gap advantage_spread entropy calls_per_turn truncated "
-              "sampled_tokens loss kl clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts tokens_saved skipped lr "
-              "sample_seconds update_seconds tok_s".split())
+              "sampled_tokens loss kl clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts "
+              "tokens_saved skipped lr sample_seconds update_seconds tok_s".split())
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
 TIMES = {"sample_seconds", "update_seconds", "tok_s", "seconds"}
 LORA = ["--lora_rank", "4", "--lora_targets", "q_proj,up_proj", "--lr", "1e-2", "--grad_checkpoint"]

@@ -71,8 +71,8 @@ STAGE1 = {
     "rctp-format":   "--results constant --lr {rctp}",
     "rctp-spot":     "--blind_spot 0.5 --lr {rctp}",
     "rft":           "--plain --lr {sft} --own 1000",
-    "sft-random":    "--plain --split random",
-    "rctp-random":   "--split random",
+    "sft-paper":     "--plain --split paper",
+    "rctp-paper":    "--split paper",
     "sft-scenario":  "--plain --split scenario",
     "rctp-scenario": "--split scenario",
 }
@@ -138,7 +138,7 @@ INSTEAD = {
 }
 SPOT = {title: ("rctp-spot", *rest) for title, (stage1, *rest) in {**FOUR, **LOW_ROWS}.items() if stage1 == "rctp"}
 BFCL = {f"{split}: {title}": (f"{stage1}-{split}", rl, "")
-        for split in ("random", "scenario") for title, (stage1, rl, _) in FOUR.items()}
+        for split in ("paper", "scenario") for title, (stage1, rl, _) in FOUR.items()}
 
 # question: arm, arm it is compared with
 WHO = {
@@ -171,7 +171,7 @@ WHO_PAPER = {
     "format: all of RC-GRPO": ("format: RCTP-FT + RC-GRPO", "SFT + GRPO"),
 }
 WHO_BFCL = {f"{split}: {title}": tuple(f"{split}: {arm}" for arm in pair)
-            for split in ("random", "scenario") for title, pair in WHO.items()}
+            for split in ("paper", "scenario") for title, pair in WHO.items()}
 
 
 def against(arms: dict, other: str) -> dict:
@@ -262,7 +262,7 @@ PRESETS = {
     # costs on paper, at 40 % of an H200's bf16 peak, an episode having 6000 tokens: 3 forward passes in stage 1; 4 in
     # an update, and 600 sampled tokens at 2,800 tokens a second
     "bfcl-7b": Preset("Qwen2.5-7B-Instruct with the paper's options; not run by us", BFCL, WHO_BFCL, 1,
-                      "--env bfcl --eval_tasks 80 --rows 32", "--eval_tasks 80 --rows 32",
+                      "--env bfcl --dialogue merged --rows 32", "--rows 32",
                       prefix="bfcl-7b-", model="Qwen/Qwen2.5-7B-Instruct", jobs=1, threads=8,
                       costs=(120, 0, 0.69, 1.2, 0.3),
                       smoke=("--demos 2 --epochs 1 --eval_tasks 1", "--steps 1 --tasks 1 --group 2 --eval_tasks 1")),
