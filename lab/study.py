@@ -911,6 +911,24 @@ def figures(result: dict, path: Path):
         plt.close(fig)
 
 
+def forest(result: dict, path: Path, chosen: str):
+    """Differences between arms whose title matches `chosen`, with their intervals, a line each."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    found = {title: row for title, row in result["numbers"]["differences"].items() if re.search(chosen, title)}
+    mean, low, high = np.array([row[-3:] for row in found.values()]).T                   # (lines,) each
+    fig, axis = plt.subplots(figsize=(9, 0.9 + 0.28 * len(found)), layout="constrained")
+    lines = -np.arange(len(found))
+    axis.errorbar(mean, lines, xerr=[mean - low, high - mean], fmt="o", color="k", markersize=4, linewidth=1)
+    axis.axvline(0, color="0.6", linewidth=1)
+    axis.set(xlabel=f"points of success, 95 %, {next(iter(found.values()))[0]} seeds")
+    axis.set_yticks(lines, list(found))
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # RESULTS.md
 
@@ -982,7 +1000,9 @@ def write_report():
     results = read_json(ROOT / "results/results.json")
     for name in ("main", "leaky"):
         figures(results[name], ROOT / f"results/study-{name}.png")
-    print("wrote RESULTS.md and four figures in results/")
+    forest(results["paper"], ROOT / "results/study-paper.png", "all of|GRPO, after RCTP-FT|before GRPO")
+    forest(results["instead"], ROOT / "results/study-instead.png", "against SFT . GRPO$")
+    print("wrote RESULTS.md and six figures in results/")
 
 
 def main(argv=None):
