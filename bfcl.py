@@ -291,7 +291,7 @@ def load_tasks(categories=None, split: str = "scenario", part: str = "train", se
         they fall, for no answer is another's: 40 and 43 open with the same message (3 of 9 calls in common), 4 pairs
         have 3 in 4 calls in common, and 9 scenarios want another's functions in the same order with other values.
     split "paper": exactly the paper's 80 test tasks (seed has no say), and all other 720 train; validation is 80 of
-        those. It LEAKS: every test task has a variant with the same golden calls among the training tasks.
+        those. It LEAKS: every test task has variants of its scenario among the training tasks.
     split "random": like it, drawn by seed: 80 test tasks, 80 for validation, 640 to train on.
     part: train, validation, test or all.
     """

@@ -830,9 +830,11 @@ def table(result: dict) -> str:
     lines = markdown(head, rows)
     if numbers.get("also"):
         names = list(dict.fromkeys(name for by in numbers["also"].values() for name in by))
-        lines += markdown(["success %, under the arm's own token", "T = 1", *names], [
-            [title, shown(numbers["success"][title][arms[title]["own"]]), *(shown(by.get(name)) for name in names)]
-            for title, by in numbers["also"].items()])
+        flat = {title: " → ".join(f"{end[0]:.2f}" for end in by["zero_variance"])
+                for title, by in numbers["groups"].items()}
+        lines += markdown(["success %, under the arm's own token", "T = 1", *names, "zero variance"], [
+            [title, shown(numbers["success"][title][arms[title]["own"]]), *(shown(by.get(name)) for name in names),
+             flat.get(title, "-")] for title, by in numbers["also"].items()])
     if numbers["spot"]:
         names = list(next(iter(numbers["spot"].values())))
         lines += markdown(["success %, the blind spot apart", *names],
@@ -957,6 +959,8 @@ def sources(folder: Path) -> dict:
     study, lookup = (read_json(folder / f"{name}.json") for name in ("results", "leak"))
     found = {name: {**result, **result["numbers"], "tables": table(result)} for name, result in study.items()}
     found["main"]["rates chosen"] = rates_chosen(study["main"])
+    first, found["instead"]["remedies"], *rest = found["instead"]["tables"].split("\n\n")      # that one stands apart
+    found["instead"]["tables"] = "\n\n".join([first, *rest])
     for name, file in (("theory", "theory"), ("run", "run_theory")):
         lines = read_json(folder / f"{file}.json")
         rows = {row["statement"]: row for row in lines["rows"]}

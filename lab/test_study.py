@@ -360,3 +360,12 @@ def test_results_quote_nothing_else():
 def test_study_mistakes_are_one_line(here, monkeypatch, capsys, argv, says):
     assert says in stumble(monkeypatch, capsys, study, *argv.split())
     assert not list(here.iterdir())
+
+
+def test_the_readme_quotes_results():
+    """Every number with an interval in the README's answers stands in RESULTS.md, rounded as there."""
+    readme, found = ((study.ROOT / name).read_text("utf-8") for name in ("README.md", "RESULTS.md"))
+    blocks = re.findall(r"<!-- answers -->(.*?)<!-- end -->", readme, re.S)
+    quoted = [quote for block in blocks for quote in re.findall(r"-?[\d.]+ \[[-\d., ]+\]", " ".join(block.split()))]
+    assert len(blocks) == 2 and len(quoted) > 8
+    assert [quote for quote in quoted if quote not in " ".join(found.split())] == []
