@@ -2209,6 +2209,17 @@ def test_sampler_guidance(rows):
     assert [t.ids for t in play(guidance=0.0)] == [t.ids for t in play()] != [t.ids for t in play(guidance=0.7)]
 
 
+def test_sampler_ends_at_done():
+    """The call of done is the last message of a merged dialogue, whatever else would be said; nothing is cut."""
+    tasks, model, tokenizer = school()
+    sampler, episode = Sampler(model, tokenizer, 1, 40, 6), envs.merge(tasks[0]).episode()
+    said = sampler.renderer.encode("[done()]" + sampler.renderer.terminator)
+    script = iter(said + sampler.renderer.encode("Done.") * 40)
+    sampler._draw = lambda hidden, noise: torch.tensor([[next(script), 0.0]])
+    t, = sampler.rollout([episode], [sampler.renderer.prompt(episode.messages, episode.tools, HIGH)])
+    assert episode.done and not t.truncated and t.messages == ["[done()]"] and t.ids[-len(said):] == said
+
+
 def test_sampler_keeps_its_ids():
     """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with
     other ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
