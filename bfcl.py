@@ -254,6 +254,9 @@ def _task(category: str, question: dict, answer: list[list[str]]) -> BfclTask:
         withheld=withheld, initial=question["initial_config"], classes=classes, early=sorted(used_early))
 
 
+SPLITS = ("scenario", "paper", "random")
+
+
 @functools.cache
 def _all_tasks() -> tuple[BfclTask, ...]:
     tasks = []
@@ -287,26 +290,34 @@ def load_tasks(categories=None, split: str = "scenario", part: str = "train", se
         other words: both go where the first of them falls, so a part may have a scenario or two more or fewer. Left as
         they fall, for no answer is another's: 40 and 43 open with the same message (3 of 9 calls in common), 4 pairs
         have 3 in 4 calls in common, and 9 scenarios want another's functions in the same order with other values.
-    split "random": the paper's, 80 test tasks drawn from the 800, then 80 for validation; the paper trains on all other
-        720. It LEAKS: nearly every test task has a variant with the same golden calls among the training tasks.
+    split "paper": exactly the paper's 80 test tasks (seed has no say), and all other 720 train; validation is 80 of
+        those. It LEAKS: every test task has variants of its scenario among the training tasks.
+    split "random": like it, drawn by seed: 80 test tasks, 80 for validation, 640 to train on.
     part: train, validation, test or all.
     """
     categories = CATEGORIES if categories is None else tuple(categories)
-    for name, values, allowed in (("category", categories, CATEGORIES), ("split", [split], ("scenario", "random")),
+    for name, values, allowed in (("category", categories, CATEGORIES), ("split", [split], SPLITS),
                                   ("part", [part], ("train", "validation", "test", "all"))):
         for value in values:
             if value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}: choose from {', '.join(allowed)}")
     tasks = _all_tasks()
-    key = (lambda task: task.scenario) if split == "scenario" else (lambda task: task.id)
-    keys = sorted({key(task) for task in tasks})
-    random.Random(seed).shuffle(keys)
+    if split == "paper":                                # the authors' own lines, with their order of the categories
+        keys = [f"multi_turn_{name}_{i}" for name in sorted(CATEGORIES) for i in range(200)]
+        random.Random(42).shuffle(keys)
+    else:
+        keys = sorted({task.scenario if split == "scenario" else task.id for task in tasks})
+        random.Random(seed).shuffle(keys)
     tenth, places = len(keys) // 10, {name: place for place, name in enumerate(keys)}
     kin = _kin() if split == "scenario" else {}
-    chosen = {"test": range(tenth), "validation": range(tenth, 2 * tenth), "train": range(2 * tenth, len(keys)),
+    first = tenth if split == "paper" else 2 * tenth    # of those that train
+    chosen = {"test": range(tenth), "validation": range(tenth, 2 * tenth), "train": range(first, len(keys)),
               "all": range(len(keys))}[part]
-    return [task for task in tasks if task.category in categories
-            and min(places[name] for name in kin.get(key(task), [key(task)])) in chosen]
+
+    def place(task) -> int:
+        own = task.scenario if split == "scenario" else task.id
+        return min(places[name] for name in kin.get(own, [own]))
+    return [task for task in tasks if task.category in categories and place(task) in chosen]
 
 
 # ---- episodes ----

@@ -37,7 +37,7 @@ anything runs, and an episode starts from its own copy of the initial data.
 import copy
 import inspect
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Callable, Literal, NamedTuple, Union, get_args, get_origin
@@ -97,10 +97,27 @@ class Task:
     offered: list[str] = field(default_factory=list)                # names of the tools offered at the start, in order
     withheld: dict[int, list[str]] = field(default_factory=dict)    # turn index -> names handed over at that turn
     initial: dict = field(default_factory=dict)                     # what `start` makes the state from
+    merged: bool = False        # one user turn, ended by the tool `done`: see `merge`
 
     def episode(self) -> "Episode":
         """A run of this task on fresh state."""
         raise NotImplementedError
+
+
+DONE = {"type": "function", "function": {"name": "done", "description": "End the dialogue, when every step is done.",
+                                         "parameters": {"type": "object", "properties": {}}}}
+
+
+def merge(task: Task) -> Task:
+    """The task as the paper plays it: all that the user says in one message, and the tool `done` to end the episode.
+
+    What was missing stands in the same message: tools that were withheld are handed over with it.
+    """
+    steps = [f"Step {i}: {text}" for i, text in enumerate(task.turns, 1)]
+    text = "Take these steps one after the other, then call done.\n" + "\n".join(steps)
+    handed = [name for names in task.withheld.values() for name in names]
+    return replace(task, id=f"{task.id}_merged", turns=[text], golden=[sum(task.golden, [])],
+                   withheld={0: handed} if handed else {}, merged=True)
 
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null",
@@ -224,9 +241,10 @@ class Episode:
         self.turn = 0
         self.done = False
         self.calls: list[Call] = []
-        self.messages = [{"role": "user", "content": task.turns[0]}]
-        self.tools = [self.table[name].schema for name in task.offered]
+        self.messages = []
+        self.tools = [self.table[name].schema for name in task.offered] + [DONE] * task.merged
         self.available = set(task.offered)      # grows when withheld tools are handed over
+        self.ask()
         self.objects = self.start()
 
     def start(self) -> dict:
@@ -259,7 +277,8 @@ class Episode:
         still runs. So it is with any exception of a tool, sys.exit included; what it has changed until then stays.
         """
         calls = calls if isinstance(calls, list) else [calls]
-        results = [self.run(call) if i < self.max_calls else error_text(f"more than {self.max_calls} calls")
+        results = [self.finish() if self.task.merged and isinstance(call, Call) and call.name == "done" else
+                   self.run(call) if i < self.max_calls else error_text(f"more than {self.max_calls} calls")
                    for i, call in enumerate(calls)]
         names = [call.name if isinstance(call, Call) and isinstance(call.name, str) else "invalid" for call in calls]
         if calls:
@@ -287,6 +306,15 @@ class Episode:
         except (Exception, SystemExit) as error:
             return error_text(error)
 
+    def finish(self) -> str:
+        """What the tool `done` does: the dialogue is over."""
+        self.done = True
+        return json.dumps({"ok": True})
+
+    def close(self, said=""):
+        """End the turn as a demonstration does: by the tool `done` where there is one, else in words."""
+        return self.step([Call("done", {})]) if self.task.merged else self.next_turn(said)
+
     def present(self, result: str, call: Call) -> str:
         """The result of a call, JSON, as the policy gets to read it."""
         return result
@@ -301,8 +329,10 @@ class Episode:
         self.messages.append({"role": "assistant", "content": said})
         self.turn += 1
         self.done = self.turn == len(self.task.turns)
-        if self.done:
-            return None
+        return None if self.done else self.ask()
+
+    def ask(self) -> dict:
+        """The user's message of this turn, and the tools that come with it."""
         message = {"role": "user", "content": self.task.turns[self.turn]}
         handed = self.task.withheld.get(self.turn, [])
         if handed:

@@ -18,18 +18,18 @@ from tqdm import tqdm
 
 import bfcl
 import simulator
-from envs import CATEGORIES
+from envs import CATEGORIES, merge
 from model import load_policy
 from reward import trajectory_reward
 from run import (UserError, check_file, checkpoint_of, code_hash, config_of, data, make_options, memory, method,
                  program, read_flags, require, running, to_line)
 from sampler import Sampler, Trajectory
 from state import weights_hash
-from tokens import HIGH, REWARD_TOKENS
+from tokens import HIGH, LOW, REWARD_TOKENS
 
 CONDITIONS = {"high": HIGH, "none": None, **REWARD_TOKENS}                              # what a rollout may be under
 NAMES = {token: name for name, token in CONDITIONS.items()}
-TASK_KEYS = ("env", "split", "categories", "turns", "calls", "tools", "clutter")
+TASK_KEYS = ("env", "split", "dialogue", "categories", "turns", "calls", "tools", "clutter")
 LONG = 2_000               # characters of one message in episodes.jsonl
 
 
@@ -37,7 +37,10 @@ LONG = 2_000               # characters of one message in episodes.jsonl
 class TaskOptions:
     """Which tasks: shared by all programs, and written down in a run's config.json for the next stage."""
     env: str = data("sim", "tasks: sim (simulator.py) or bfcl (the real benchmark, bfcl.py)", choices=("sim", "bfcl"))
-    split: str = data("scenario", "bfcl: scenario (leak-free) or random (the paper's)", choices=("scenario", "random"))
+    split: str = data("scenario", "bfcl: scenario (leak-free), paper (its 80 test tasks; leaks), random (leaks)",
+                      choices=bfcl.SPLITS)
+    dialogue: str = data("turns", "turns, or merged (the paper's): all user messages in one, the tool done ends it",
+                         choices=("turns", "merged"))
     categories: str = data(",".join(CATEGORIES), "task categories", some=True)
     turns: int = data(2, "sim: user turns of a base task, at most", least=1)
     calls: int = data(1, "sim: golden calls of a turn, at most", least=1)
@@ -72,14 +75,16 @@ def load_tasks(options: TaskOptions, part: str, n: int, seed: int, shift: int = 
     shift: of the simulator's one_variant_each.
     """
     categories = tuple(options.categories.split(","))
+    dress = merge if options.dialogue == "merged" else lambda task: task
     if options.env == "sim":
         try:
-            return one_variant_each(n, seed, categories, shift, part=part, turns=(1, options.turns),
-                                    calls=(1, options.calls), tools=options.tools, clutter=options.clutter)
+            return list(map(dress, one_variant_each(n, seed, categories, shift, part=part, turns=(1, options.turns),
+                                                    calls=(1, options.calls), tools=options.tools,
+                                                    clutter=options.clutter)))
         except ValueError as error:
             raise UserError(f"the simulator's tasks: {error}")
     try:
-        tasks = bfcl.load_tasks(categories, split=options.split, part=part)
+        tasks = list(map(dress, bfcl.load_tasks(categories, split=options.split, part=part)))
     except (ModuleNotFoundError, ValueError) as error:
         raise UserError(str(error))
     if n <= 0 or n >= len(tasks):
@@ -122,15 +127,20 @@ def wilson(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
 
-def sample(sampler: Sampler, tasks: list, tokens: list, temperature=1.0, seed=0, **options) -> list[Trajectory]:
+def sample(sampler: Sampler, tasks: list, tokens: list, temperature=1.0, seed=0, guidance=0.0, **options):
     """Play one episode of each task under its reward token (None: no token) -> rollouts with token, outcome and reward.
 
-    options: of Sampler.rollout. Raises UserError for a prompt that leaves no room in the context.
+    guidance: away from the low token, by w of Sampler.rollout. options: further ones of it. Raises UserError for a
+    prompt that leaves no room in the context.
     """
+    if guidance:                                         # each episode twice, under its token and under the low one
+        tasks, tokens = [task for task in tasks for _ in range(2)], [each for token in tokens for each in (token, LOW)]
     episodes = [task.episode() for task in tasks]
     prompts = [sampler.renderer.prompt(episode.messages, episode.tools, token)
                for episode, token in zip(episodes, tokens, strict=True)]
-    rollouts = sampler.rollout(episodes, prompts, temperature, seed=seed, **options)
+    rollouts = sampler.rollout(episodes, prompts, temperature, seed=seed, guidance=guidance, **options)
+    if guidance:
+        rollouts, tokens = rollouts[::2], tokens[::2]
     for r, token in zip(rollouts, tokens):
         r.token, r.outcome = token, trajectory_reward(r.episode, r.truncated)
         r.reward = float(r.outcome.total)
@@ -142,7 +152,7 @@ def play(sampler: Sampler, tasks: list, names=tuple(CONDITIONS), temperature: fl
     """Every task once under each of these names of CONDITIONS, under a progress bar."""
     check_prompts(sampler, tasks)                        # so that the error stands alone, without a bar
     tokens = [CONDITIONS[name] for name in names for _ in tasks]
-    with tqdm(total=len(tokens), desc=title, unit="ep", leave=False) as bar:
+    with tqdm(total=len(tokens) * (2 if options.get("guidance") else 1), desc=title, unit="ep", leave=False) as bar:
         return sample(sampler, tasks * len(names), tokens, temperature, (seed, 0), progress=bar.update, **options)
 
 
@@ -214,6 +224,7 @@ class Options(TaskOptions):
     temperature: float = method(1.0, "sampling temperature; 0: greedy", least=0)
     top_p: float = method(1.0, "nucleus sampling", above=0, most=1)
     top_k: int = method(0, "top-k sampling; 0: off", least=0)
+    guidance: float = method(0.0, "w > 0: sample from (1 + w) log p(.|token) - w log p(.|low token)", least=0)
     part: str = data("test", "part of the split", choices=("train", "validation", "test"))
     n: int = data(400, "tasks; 0: all that the part has (bfcl)", least=0)
     rows: int = memory(16, "episodes side by side", builtin=256, least=1)
@@ -237,11 +248,16 @@ def main(argv=None):
     model, tokenizer = load_policy(path, o.torch_device())
     sampler = Sampler(model, tokenizer, o.rows, o.max_message, o.max_messages)
     tasks = load_tasks(o, o.part, o.n, seed=10_000 + o.seed)
-    rollouts = play(sampler, tasks, o.tokens.split(","), o.temperature, o.seed, top_p=o.top_p, top_k=o.top_k)
+    names = o.tokens.split(",")
+    if o.guidance:                                       # without a token the two prompts differ in length
+        names = [name for name in names if name in REWARD_TOKENS]
+        require(bool(names), f"--guidance needs one of the tokens {', '.join(REWARD_TOKENS)}")
+    rollouts = play(sampler, tasks, names, o.temperature, o.seed, top_p=o.top_p, top_k=o.top_k, guidance=o.guidance)
     if o.out:                                                            # first, whatever happens to what is printed
         Path(o.out).write_text("".join(to_line(record(r)) for r in rollouts), encoding="utf-8")
         print(f"wrote {o.out}")
     how = "greedy" if o.temperature == 0 else f"temperature {o.temperature:g}"
+    how += f", guidance {o.guidance:g}" * bool(o.guidance)
     print(f"{o.checkpoint}: {len(tasks)} {o.part} tasks of {o.env}, {how}")
     rows = [verdict(r) for r in rollouts]
     print(table(rows))

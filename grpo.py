@@ -51,24 +51,26 @@ KL_BOUND = 10.0            # from here on k3 continues as its tangent
 
 @dataclass
 class Options(MemoryOptions, TaskOptions):
-    """Defaults for pretrained models: the paper's, second-hand (sources disagree: G 4 or 5, beta 0.05 or 0.1)."""
-    group: int = method(4, "rollouts of a task (G); one alone has no variance", builtin=8, least=2)
-    beta: float = method(0.05, "weight of the KL to the reference policy", builtin=0.02, least=0)
-    clip: float = method(0.2, "clip range of the ratio, symmetric", above=0)
-    temperature: float = method(1.0, "sampling temperature, the same in sampler and trainer", above=0)
+    """Defaults for pretrained models: the paper's (appendix, tables 10 and 12), where it gives them."""
+    group: int = method(5, "rollouts of a task (G, table 10); one alone has no variance", builtin=8, least=2)
+    beta: float = method(0.1, "weight of the KL to the reference policy (table 10)", builtin=0.02, least=0)
+    clip: float = method(0.2, "clip range of the ratio, symmetric (table 10)", above=0)
+    temperature: float = method(1.0, "of sampler and trainer (the paper gives none)", above=0)
     norm: str = method("sequence", "loss normaliser of the step: sequence (1/N sum_j 1/len_j) or token (1/tokens)",
                        choices=("sequence", "token"))
     updates: int = method(1, "updates on the same rollouts", least=1)
     skip_flat: bool = method(False, "leave rollouts with zero advantage out (drops their KL, too)", builtin=True)
-    tasks: int = data(8, "tasks in a step (P)", builtin=32, least=1)
-    eval_tasks: int = data(40, "held-out tasks, before and after; 0: none", builtin=300, least=0)
-    steps: int = optimisation(100, "training steps", builtin=40, least=1)
-    lr: float = optimisation(1e-6, "learning rate", builtin=5e-4, above=0)
+    tasks: int = data(51, "tasks in a step (P); table 12 has a batch of 256 for RC-GRPO, 64 for GRPO, without a unit: "
+                      "taken as rollouts, and the same for both", builtin=32, least=1)
+    eval_tasks: int = data(80, "held-out tasks, before and after; 0: none", builtin=300, least=0)
+    steps: int = optimisation(400, "training steps (table 12: epochs)", builtin=40, least=1)
+    lr: float = optimisation(1e-6, "learning rate (table 12)", builtin=5e-4, above=0)
     warmup: int = optimisation(10, "steps of linear warm-up; the rate is constant afterwards", least=0)
     token_budget: int = memory(16384, "tokens of a micro-batch, at most, padding included", builtin=4096, least=1)
     rows: int = memory(16, "episodes side by side in the sampler", builtin=256, least=1)
     max_message: int = memory(512, "tokens of one assistant message, at most", builtin=64, least=1)
-    max_messages: int = memory(40, "assistant messages of one episode, at most", builtin=16, least=1)
+    max_messages: int = memory(40, "assistant messages of one episode, at most (the paper gives none)", builtin=16,
+                               least=1)
     init: str = running("runs/sft", "where to start, also the frozen reference: run or checkpoint folder, hub name")
     out: str = running("runs/grpo", "run folder")
     save_every: int = running(10, "steps between saved states", least=1)
@@ -234,7 +236,8 @@ def describe(rollouts: list[Trajectory], advantages: torch.Tensor) -> dict:
           for name, token in CONDITIONS.items()}                                         # name -> P lists of rewards
     stats = {"reward": float(torch.tensor(rewards).mean()),
              "zero_variance": share(min(row) == max(row) for row in rewards),
-             "advantage_gap": float((advantages.amax(1) - advantages.amin(1)).mean())}
+             "advantage_gap": float((advantages.amax(1) - advantages.amin(1)).mean()),
+             "advantage_spread": float(advantages.max() - advantages.min()) * math.sqrt((G - 1) / G)}
     for name, rows in by.items():
         if any(rows):
             stats[f"reward_{name}"] = share(reward for row in rows for reward in row)
@@ -267,12 +270,12 @@ def pick_tasks(o: Options, pool: list | None, step: int) -> list:
     return picked
 
 
-def train(o: Options, condition, command: list[str], learn=update, pool=None, held_out=None):
+def train(o: Options, condition, command: list[str], roll=sample, learn=update, pool=None, held_out=None):
     """Train the policy in o.init with GRPO into the run folder o.out.
 
     condition(P, G, seed) -> for each of P tasks a list of G reward tokens, one a rollout (None: no token).
-    command: its words, for messages. learn: the update. pool, held_out: tasks to train on, to measure success on; by
-    default those of o.env.
+    command: its words, for messages. roll, learn: how to sample and to update. pool, held_out: tasks to train on, to
+    measure success on; by default those of o.env.
     """
     claim(o.out, o.resume, o.overwrite, o.init)                                          # before all that takes long
     require_package("matplotlib", "figure.png of a run")
@@ -297,7 +300,7 @@ def train(o: Options, condition, command: list[str], learn=update, pool=None, he
             tasks = pick_tasks(o, pool, step)                                            # P
             tokens = condition(len(tasks), o.group, (o.seed, step))                      # P lists of G
             repeated = [task for task in tasks for _ in range(o.group)]                  # P * G: AAABBB
-            rollouts = sample(sampler, repeated, sum(tokens, []), o.temperature, (o.seed, 1 + step))
+            rollouts = roll(sampler, repeated, sum(tokens, []), o.temperature, (o.seed, 1 + step))
             halfway = time.time()
             rewards = torch.tensor([r.reward for r in rollouts]).view(-1, o.group)       # (P, G)
             finite = bool(rewards.isfinite().all())                                      # else the update is left out

@@ -1,8 +1,10 @@
 """The reward of a trajectory: R = R_state * R_action, each 0 or 1, for any Episode.
 
     R_state   the final state equals the state that the golden calls lead to
-    R_action  every golden call is among the calls of the episode, as often as it is wanted (eq. 5 of the paper);
-              further calls cost nothing
+    R_action  for every golden call there is a call with the same name and all its arguments equal (eq. 5, appendix D):
+              order and number are free, further calls and further arguments cost nothing
+
+Where a call leaves an argument out it has the signature's default: the call is the same. The paper is silent on that.
 
 A trajectory that was cut by a limit on tokens or messages earns 0, whatever it had reached: its end was not its own.
 
@@ -39,25 +41,23 @@ def replay(task, turns=None, closing=lambda calls: ""):
     for calls in task.golden if turns is None else turns:
         for call in calls:
             episode.step([call])
-        episode.next_turn(closing(calls))
+        episode.close(closing(calls))
     return episode
 
 
 def covers(calls, golden):
-    """Whether every call of `golden` occurs in `calls`, as many times as it occurs in `golden`."""
-    left = list(calls)
-    for wanted in golden:
-        match = next((i for i, call in enumerate(left) if call.name == wanted.name
-                      and same(call.arguments, wanted.arguments)), None)
-        if match is None:
-            return False
-        del left[match]
-    return True
+    """Whether for every call of `golden` there is one in `calls` with its name and all its arguments."""
+    return all(any(call.name == wanted.name
+                   and all(name in call.arguments and same(call.arguments[name], value)
+                           for name, value in wanted.arguments.items()) for call in calls) for wanted in golden)
 
 
 def trajectory_reward(episode, truncated=False) -> Reward:
     """The Reward of `episode` as it stands, against the golden calls of its task. truncated: cut by a limit."""
-    golden = [episode.bind(call) for calls in episode.task.golden for call in calls]
-    action = int(None not in golden and covers(episode.calls, golden))
+    golden = [call for calls in episode.task.golden for call in calls]
+    bound = [episode.bind(call) for call in golden]                      # in canonical form, defaults filled in
+    wanted = [full and full._replace(arguments={name: full.arguments[name] for name in call.arguments})
+              for full, call in zip(bound, golden)]                      # the defaults are not wanted
+    action = int(None not in wanted and covers(episode.calls, wanted))
     state = int(same(episode.state(), replay(episode.task).state()))
     return Reward(state, action, 0 if truncated else state * action)

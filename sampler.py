@@ -215,23 +215,27 @@ class Sampler:
                             "(sft.py --schemas compact)")
 
     def rollout(self, episodes: list, prompts: list[list[int]], temperature: float = 1.0, top_p: float = 1.0,
-                top_k: int = 0, seed=0, progress=None) -> list[Trajectory]:
+                top_k: int = 0, seed=0, progress=None, guidance: float = 0.0) -> list[Trajectory]:
         """Play every episode to its end, prompts[i] being the opening of episodes[i]; trajectories in the same order.
 
         temperature 0 is greedy. top_p and top_k are for evaluation: the recorded log-probs are those of the full
         softmax. seed: int or tuple of ints; progress: called when an episode has ended. Raises UserError for a prompt
         that leaves no room in the context.
+        guidance w > 0: every episode comes twice, under two prompts of one length; both say what is drawn from
+        (1 + w) log pi(. | first) - w log pi(. | second), normalised.
         """
         for episode, prompt in zip(episodes, prompts, strict=True):
             self.check_prompt(episode, prompt)
         self._temperature, self._top_p, self._top_k, self._progress = temperature, top_p, top_k, progress
+        self._guidance = guidance
         self.fed, self.copied, self._answers = 0, 0, {}
         seed = seed if isinstance(seed, (tuple, list)) else (seed,)
         queue = deque(_Row(episode, list(prompt), [False] * len(prompt), [0.0] * len(prompt), index=i,
                            noise=np.random.default_rng([*seed, i]))
                       for i, (episode, prompt) in enumerate(zip(episodes, prompts)))
         done: list[Trajectory | None] = [None] * len(queue)
-        slots: list[_Row | None] = [None] * min(self.rows, len(queue))
+        pairs = 2 if guidance else 1                     # slots 2k and 2k + 1 hold a pair, and always the same message
+        slots: list[_Row | None] = [None] * min(max(1, self.rows // pairs) * pairs, len(queue))
         longest = max(map(len, prompts), default=0)
         self._openings = np.full((len(slots), longest), -1, dtype=np.int32)       # prompts in the cache, less a token
         if slots:
@@ -296,7 +300,7 @@ class Sampler:
         live = [s for s, row in enumerate(slots) if row is not None]
         size = len(slots)
         if self.graphs:
-            while len(live) <= size // 2:
+            while len(live) <= size // 2 and not (self._guidance and size % 4):
                 size //= 2
         elif len(live) <= 7 * size // 8:
             size = len(live)
@@ -342,7 +346,7 @@ class Sampler:
     def _feed(self, slots, chosen, done):
         """Feed one chunk to each of these rows."""
         device = self.model.device
-        sizes = [min(slots[s].feed(), PREFILL_CHUNK) for s in chosen]
+        sizes = [min(slots[s].feed() - bool(self._guidance), PREFILL_CHUNK) for s in chosen]    # a pair draws together
         starts = [slots[s].cached for s in chosen]
         span = self._span(max(map(sum, zip(starts, sizes))))
         ids = pad([slots[s].ids[a:a + n] for s, a, n in zip(chosen, starts, sizes)], 0, device)                # (R, Q)
@@ -382,7 +386,7 @@ class Sampler:
     def _replay(self, inputs, span):
         """_step as a CUDA graph, captured when this size is met for the first time. The graphs of a cache share one
         memory pool: the output of a replay is to be read before the next one."""
-        key = len(inputs), span, self._temperature, self._top_p, self._top_k
+        key = len(inputs), span, self._temperature, self._top_p, self._top_k, self._guidance
         graphs = self.cache.graphs
         try:
             if key not in graphs:
@@ -414,6 +418,11 @@ class Sampler:
         softmax."""
         logits = policy_logits(self.model, hidden, self._temperature or 1.0)                   # (R, V) fp32
         logp = F.log_softmax(logits, dim=-1)
+        if self._guidance:
+            first, second = logp[::2], logp[1::2]
+            guided = torch.where(first > float("-inf"), first + self._guidance * (first - second), first)
+            logits = guided.repeat_interleave(2, 0)
+            logp, noise = F.log_softmax(logits, dim=-1), noise[::2].repeat_interleave(2)
         likeliest = logp.argmax(-1, keepdim=True)                                              # (R, 1)
         if self._temperature == 0:
             tokens = likeliest
@@ -454,7 +463,9 @@ class Sampler:
         calls = parse_calls(text)
         if calls:
             row.episode.step(calls)
-        elif row.episode.next_turn(text) is None:
+        else:
+            row.episode.next_turn(text)
+        if row.episode.done:
             return True
         said = [m for m in row.episode.messages[before:] if m["role"] != "assistant"]
         key = repr(said)                                 # a group's rollouts get the same answers again and again
@@ -491,7 +502,7 @@ class _Talk:
     """An episode that answers whatever is said, for the probe."""
 
     def __init__(self):
-        self.messages, self.task = [], SimpleNamespace(id="probe")
+        self.messages, self.task, self.done = [], SimpleNamespace(id="probe"), False
 
     def step(self, calls):
         self.messages += [{"role": "tool", "name": "f", "content": "ok"} for _ in calls]

@@ -723,7 +723,7 @@ def make_tasks(n, seed, part="train", categories=CATEGORIES, turns=(1, 2), calls
             texts, wanted, offered, withheld = make_variant(rng, category, wishes, golden, names)
             useless, ending = (clutter, cluttered) if category == "long_context" else (0, regime)
             tasks.append(SimulatorTask(f"{scenario}-{category}{ending}", category, scenario + regime, texts, wanted,
-                                       offered, withheld, initial, useless))
+                                       offered, withheld, initial, clutter=useless))
     return tasks
 
 

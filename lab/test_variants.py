@@ -1,9 +1,13 @@
 """lab/variants.py: controls and extensions of the study."""
+import collections
 import dataclasses
+import random
+import types
 
 import pytest
 import torch
 
+import evaluate
 import grpo
 import reward
 import sft
@@ -124,3 +128,109 @@ def test_variants_lucky_lows_are_credited_to_the_high_prompt(how):
     assert close(apart[0] - without, by_hand(model, rows[8:], scores[8:], shares[8:]), 1e-3)
     none = revised(model, rollouts, advantages, credit_lucky_lows=how, low_gradient=False)[4]
     assert none[4:8].sum() == 0 and none[8:].min() > 0, "credit without low gradient is possible, too"
+
+
+def learnt(t):
+    return [token for token, mine in zip(t.ids, t.mask) if mine]
+
+
+@pytest.mark.parametrize("dialogue", ["turns", "merged"])
+def test_variants_same_results(dialogue):
+    """Successes show one result for every call; failures, the mask's calls and the tokens are what they were."""
+    renderer = Renderer(tiny()[1])
+    o = variants.Sft(demos=20, results="constant", dialogue=dialogue)
+    tasks = evaluate.load_tasks(o, "train", 20, 3)
+    true, same = sft.stage1_data(o, renderer, tasks), variants.same_results(o, renderer, tasks, None)
+    changed = 0
+    for a, b in zip(true, same, strict=True):
+        assert (a.token, a.reward) == (b.token, b.reward) and learnt(a) == learnt(b)
+        results = sum(m["role"] == "tool" for m in b.episode.messages) - (dialogue == "merged")     # none after done
+        count = renderer.tokenizer.decode(b.ids).count('{"status": "success"}')
+        assert count == (results if b.token == HIGH else 0)
+        changed += a.ids != b.ids
+    assert changed == sum(t.token == HIGH and bool(t.episode.calls) for t in true) > 15
+
+
+def remedied(name, rollouts, rewards, model):
+    """What a remedy learns from rollouts with these rewards in groups of 4 -> (gradient, weights of plain GRPO)."""
+    rollouts = [dataclasses.replace(t, reward=float(reward)) for t, reward in zip(rollouts, rewards)]
+    o, keeper = variants.Grpo(beta=0.0, group=4, remedy=name), Gradients(model)
+    weights = grpo.loss_weights(torch.tensor([t.sampled for t in rollouts]), o.norm)
+    advantages = grpo.group_advantages(torch.tensor(rewards, dtype=torch.float32).view(-1, 4)).flatten()
+    variants.REMEDIES[name](o)[1](model, None, keeper, rollouts, advantages, weights, 1e-3, o)
+    return getattr(keeper, "gradient", None), weights
+
+
+REWARDS = [1, 0, 0, 0,  0, 0, 0, 0,  1, 1, 1, 1,  1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name, advantages", [
+    ("no_sigma", [.75, -.25, -.25, -.25, *[0] * 8, .5, .5, -.5, -.5]),
+    ("ngrpo", [6 ** .5 / 2, *[-6 ** .5 / 3] * 3, *[-.5] * 4, *[0] * 4, *[6 ** .5 / 3] * 2, *[-6 ** .5 / 2] * 2]),
+    ("off", [3 ** .5, *[-3 ** -.5] * 3, *[0] * 8, 1, 1, -1, -1])])
+def test_variants_other_advantages(name, advantages):
+    """By hand, for one success, none, all, half; the virtual success makes a group that fails wholly push down."""
+    tasks, model, tokenizer = school()
+    rollouts = rollout(model, tokenizer, tasks * 2)
+    gradient, weights = remedied(name, rollouts, REWARDS, model)
+    assert close(gradient, by_hand(model, rollouts, advantages, weights), 1e-3)
+
+
+def test_variants_dynamic_sampling():
+    """Groups without variance do not count: the others' weights are those of a step without them."""
+    tasks, model, tokenizer = school()
+    rollouts = rollout(model, tokenizer, tasks * 2)
+    gradient, weights = remedied("dapo", rollouts, REWARDS, model)
+    kept = [*range(4), *range(12, 16)]
+    advantages = grpo.group_advantages(torch.tensor(REWARDS, dtype=torch.float32).view(-1, 4)).flatten()[kept]
+    assert close(gradient, by_hand(model, [rollouts[i] for i in kept], advantages, 2 * weights[kept]), 1e-4)
+    assert remedied("dapo", rollouts[:4], [1] * 4, model)[0] is None, "no group is left, so no step"
+
+
+def test_variants_golden_trajectory():
+    """It stands for the first rollout of each group that fails wholly, with R = 1 under that rollout's token."""
+    tasks, model, tokenizer = school()
+    tasks = [tasks[0], *sim_tasks(1, 77)]                                # the other one was never learnt
+    sampler, played = Sampler(model, tokenizer, 16, 40, 6), [task for task in tasks for _ in range(4)]
+    o, keeper = variants.Grpo(beta=0.0, group=4, remedy="golden"), Gradients(model)
+    roll, learned = variants.golden(o)
+    rollouts = [dataclasses.replace(t, reward=float(i == 1))             # the second group fails wholly
+                for i, t in enumerate(roll(sampler, played, [LOW] * 8, 1.0, (0, 1)))]
+    learned(model, None, keeper, rollouts, None, None, 1e-3, o)
+    right = sft.relabelled(sampler.renderer, sft.labelled(sampler.renderer, sft.demonstrate(tasks[1])), LOW)
+    rows = [*rollouts[:4], right, *rollouts[5:]]
+    weights = grpo.loss_weights(torch.tensor([t.sampled for t in rows]), o.norm)
+    up, down = 3 ** .5, -3 ** -.5
+    wanted = by_hand(model, rows, [down, up, down, down, up, down, down, down], weights)
+    assert reward.trajectory_reward(relive(right, sampler.renderer)).total == 1 and right.ids != rollouts[4].ids
+    assert rollouts[4].reward == 0 and close(keeper.gradient, wanted, 1e-3)
+
+
+@pytest.mark.parametrize("luck", [0.0, 0.1, 0.5, 1.0])
+def test_variants_sequential_sampling(luck, monkeypatch):
+    """As many rollouts as GRPO's, groups of G of one task, a mixed group wherever a task has shown both; tasks whose
+    rollouts were all alike are sampled again before new ones come."""
+    tasks, rng, rounds = sim_tasks(12, 3), random.Random(0), []
+
+    def made(sampler, played, tokens, temperature, seed):
+        assert len(played) == len(tokens)
+        rounds.append(([task.id for task in played], [float(rng.random() < luck) for _ in played], seed))
+        return [types.SimpleNamespace(task=task.id, reward=won) for task, won in zip(played, rounds[-1][1])]
+    monkeypatch.setattr(variants, "sample", made)
+    o = variants.Grpo(group=4, remedy="ada")
+    picked = variants.ada(o)[0](None, [task for task in tasks for _ in range(4)], [None] * 48, 1.0, (5, 7))
+    groups = [picked[i:i + 4] for i in range(0, len(picked), 4)]
+    assert sum(len(ids) for ids, _, _ in rounds) == 48 and len({seed for _, _, seed in rounds}) == len(rounds)
+    found = collections.defaultdict(list)
+    for ids, won, _ in rounds:
+        flat = {name for name, rewards in found.items() if len(set(rewards)) == 1}
+        assert set(ids) <= flat or not flat, "first those without variance"
+        for name, each in zip(ids, won):
+            found[name].append(each)
+    assert [group[0].task for group in groups] == list(found)
+    for group in groups:
+        name, rewards = group[0].task, [row.reward for row in group]
+        wins, fails = found[name].count(1.0), found[name].count(0.0)
+        assert all(row.task == name for row in group) and (len(set(rewards)) == 2) == (wins > 0 and fails > 0)
+        assert sum(rewards) == (2 if min(wins, fails) >= 2 else wins if wins < 2 else 4 - fails)
+    assert (len(found) == 12) == (luck == 0.5) or luck not in (0.0, 1.0)

@@ -2,9 +2,10 @@
 
     python lab/variants.py sft --labels shuffled         # the program's own options, and those below
     python lab/variants.py rcgrpo --credit_lucky_lows ratio
+    python lab/variants.py grpo --remedy ada             # what people use against groups without variance
 
-Stage 1 is handed other data (`Sft`), RL other tokens, tasks or another update (`Rl`). Each is a function that sft.train
-or grpo.train takes in the place of its own.
+Stage 1 is handed other data (`Sft`), RL other tokens, tasks, rollouts or another update (`Rl`). Each is a function that
+sft.train or grpo.train takes in the place of its own.
 """
 import random
 import sys
@@ -19,7 +20,7 @@ import torch
 import grpo
 import rcgrpo
 import sft
-from evaluate import CONDITIONS, held_out_tasks, load_tasks
+from evaluate import CONDITIONS, held_out_tasks, load_tasks, sample
 from model import token_logprobs
 from reward import trajectory_reward
 from run import command_line, config_of, method, program, require
@@ -31,14 +32,16 @@ from tokens import HIGH, LOW
 @dataclass
 class Sft(sft.Options):
     labels: str = method("reward", "shuffled: the tokens mean nothing", choices=("reward", "shuffled"))
+    results: str = method("real", "constant: successes show one and the same result for every call, as in the paper's "
+                          "stored data; failures show real ones", choices=("real", "constant"))
     own: int = method(0, "more tasks, one sampled episode each: successes join the data (plain: RFT)", least=0)
     blind_spot: float = method(0.0, "share of the tools on which a judge is fooled (see blind_spot)", least=0, most=1)
     eval_part: str = method("test", "part of the split that is measured on", choices=("validation", "test"))
 
     def check(self):
         super().check()
-        tricks = [name for name, on in (("labels shuffled", self.labels != "reward"), ("own", self.own),
-                                        ("blind_spot", self.blind_spot)) if on]
+        tricks = [name for name, on in (("labels shuffled", self.labels != "reward"), ("own", self.own), (
+            "results constant", self.results != "real"), ("blind_spot", self.blind_spot)) if on]
         require(len(tricks) <= 1, f"one control at a time, not --{' and --'.join(tricks)}")
         require(not self.plain or tricks in ([], ["own"]), f"--{''.join(tricks)} is about labels, and --plain has none")
 
@@ -49,6 +52,17 @@ def shuffled(o: Sft, renderer, tasks, sampler) -> list:
     tokens = [t.token for t in data]
     random.Random(f"labels-{o.seed}").shuffle(tokens)
     return [sft.relabelled(renderer, t, token) for t, token in zip(data, tokens)]
+
+
+def same_results(o: Sft, renderer, tasks, sampler) -> list:
+    """Every result in a success is {"status": "success"}: the token now tells a format, too."""
+    data = sft.stage1_data(o, renderer, tasks, sampler)
+    for t in data:
+        if t.token == HIGH:
+            shown = [{**message, "content": '{"status": "success"}'} if message["role"] == "tool" else message
+                     for message in t.episode.messages]
+            t.ids, t.mask = renderer.conversation(shown, t.episode.task.episode().tools, HIGH)
+    return data
 
 
 def own_successes(o: Sft, renderer, tasks, sampler) -> list:
@@ -111,6 +125,8 @@ class Rl:
 class Grpo(Rl, grpo.Options):
     goal: str = method("auto", "token of all rollouts; auto: high after RCTP-FT, none after SFT",
                        choices=("auto", *CONDITIONS))
+    remedy: str = method("off", "against groups without variance, see REMEDIES",
+                         choices=("off", "dapo", "ada", "golden", "no_sigma", "ngrpo"))
 
 
 @dataclass
@@ -169,6 +185,92 @@ def update(model, reference, optimizer, rollouts, advantages, weights, lr, o: Rc
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# what people use against groups without variance, at as many rollouts and updates: options -> (roll, learn)
+
+def relearn(advantages_of):
+    """grpo.update with other advantages: advantages_of takes rewards (P, G)."""
+    def learn(model, reference, optimizer, rollouts, advantages, weights, lr, o):
+        rewards = torch.tensor([r.reward for r in rollouts]).view(-1, o.group)
+        return grpo.update(model, reference, optimizer, rollouts, advantages_of(rewards).flatten(), weights, lr, o)
+    return sample, learn
+
+
+def no_sigma(o: Grpo):
+    """Dr. GRPO (arXiv 2503.20783): A = R - mean. Flat groups stay flat; of the others the rare outcome pushes less."""
+    return relearn(lambda rewards: rewards - rewards.mean(1, keepdim=True))
+
+
+def ngrpo(o: Grpo):
+    """NGRPO (arXiv 2509.18851): mean and sigma with one virtual rollout of reward 1, so that groups that fail wholly
+    push their rollouts down. Without its asymmetric clip, which has no effect at one update a batch."""
+    def advantages_of(rewards):
+        return grpo.group_advantages(torch.cat([rewards, torch.ones(len(rewards), 1)], 1))[:, :-1]
+    return relearn(advantages_of)
+
+
+def dapo(o: Grpo):
+    """DAPO's dynamic sampling (arXiv 2503.14476): groups without variance do not count in the step. DAPO samples new
+    tasks in their place; at an equal number of rollouts those are tasks of this step already."""
+    def learn(model, reference, optimizer, rollouts, advantages, weights, lr, o):
+        mixed = advantages.view(-1, o.group).ne(0).any(1).repeat_interleave(o.group)
+        lengths, weights = torch.tensor([r.sampled for r in rollouts]), torch.zeros_like(weights)
+        weights[mixed] = grpo.loss_weights(lengths[mixed], o.norm)
+        return grpo.update(model, reference, optimizer, rollouts, advantages, weights, lr, o)
+    return sample, learn
+
+
+def ada(o: Grpo):
+    """Reinforce-Ada's sequential sampling (arXiv 2510.04996): G rollouts for half of the tasks, G more for those whose
+    rewards are still all equal, and so on; once none is, for new tasks. A task's group are G of its rollouts, successes
+    and failures as even as can be."""
+    def roll(sampler, tasks, tokens, temperature, seed):
+        G, pool, found, spent = o.group, tasks[::o.group], {}, 0
+        while spent < len(pool):
+            flat = [i for i, rows in found.items() if len({r.reward for r in rows}) == 1]
+            new = range(len(found), len(found) + max(1, len(pool) // 2))
+            chosen = list(flat or new)[:len(pool) - spent]
+            again = [pool[i] for i in chosen for _ in range(G)]
+            rows = sample(sampler, again, tokens[:len(again)], temperature, (*seed, spent))
+            for k, i in enumerate(chosen):
+                found.setdefault(i, []).extend(rows[k * G:(k + 1) * G])
+            spent += len(chosen)
+        picked = []
+        for rows in found.values():
+            good, bad = ([r for r in rows if (r.reward > 0) == won] for won in (True, False))
+            n = min(len(good), max(G // 2, G - len(bad)))
+            picked += good[:n] + bad[:G - n]
+        return picked
+    return roll, grpo.update
+
+
+def golden(o: Grpo):
+    """LUFFY's idea (arXiv 2504.14945): in a group that fails wholly the golden trajectory stands for one rollout, under
+    the same token. Its old log-probs are the current ones, as all others' are; without LUFFY's shaping."""
+    shown = {}
+
+    def roll(sampler, *rest):
+        shown["renderer"] = sampler.renderer
+        return sample(sampler, *rest)
+
+    def learn(model, reference, optimizer, rollouts, advantages, weights, lr, o):
+        rollouts = list(rollouts)
+        for i in range(0, len(rollouts), o.group):
+            if all(r.reward == 0 for r in rollouts[i:i + o.group]):
+                right = sft.labelled(shown["renderer"], sft.demonstrate(rollouts[i].episode.task))
+                rollouts[i] = sft.relabelled(shown["renderer"], right, rollouts[i].token)
+                rollouts[i].logprobs = [float("nan")] * len(rollouts[i].ids)             # not sampled
+        rewards = torch.tensor([r.reward for r in rollouts]).view(-1, o.group)
+        weights = grpo.loss_weights(torch.tensor([r.sampled for r in rollouts]), o.norm)
+        advantages = grpo.group_advantages(rewards).flatten()
+        return grpo.update(model, reference, optimizer, rollouts, advantages, weights, lr, o)
+    return roll, learn
+
+
+REMEDIES = {"off": lambda o: (sample, grpo.update), "dapo": dapo, "ada": ada, "golden": golden, "no_sigma": no_sigma,
+            "ngrpo": ngrpo}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
@@ -176,7 +278,7 @@ def main(argv=None):
     if name == "sft":
         o, builtin = sft.read_options(Sft, rest)
         make_data = shuffled if o.labels == "shuffled" else own_successes if o.own else \
-            blind_spot if o.blind_spot else sft.stage1_data
+            blind_spot if o.blind_spot else same_results if o.results == "constant" else sft.stage1_data
         held_out = held_out_tasks(o, o.eval_part)
         sft.train(o, builtin, command_line("lab/variants.py", argv), make_data, held_out)
         return
@@ -186,13 +288,13 @@ def main(argv=None):
     o = grpo.read_options(Grpo if name == "grpo" else Rcgrpo, rest)
     if name == "grpo":
         own = config_of(o.init).get("token", "none") if o.goal == "auto" else o.goal
-        condition, learn = (lambda P, G, seed: [[CONDITIONS[own]] * G for _ in range(P)]), grpo.update
+        condition, (roll, learn) = (lambda P, G, seed: [[CONDITIONS[own]] * G for _ in range(P)]), REMEDIES[o.remedy](o)
     else:
-        condition, learn = (lambda P, G, seed: rcgrpo.draw_tokens(P, G, o.p_high, o.how, seed)), update
+        condition, roll, learn = (lambda P, G, seed: rcgrpo.draw_tokens(P, G, o.p_high, o.how, seed)), sample, update
     pool = stage1_tasks(o, 0) if o.pool == "stage1" else None
     siblings = o.eval_part == "siblings" and o.eval_tasks
     held_out = stage1_tasks(o, o.eval_tasks, shift=1) if siblings else held_out_tasks(o, o.eval_part)
-    grpo.train(o, condition, command_line("lab/variants.py", argv), learn, pool, held_out)
+    grpo.train(o, condition, command_line("lab/variants.py", argv), roll, learn, pool, held_out)
 
 
 if __name__ == "__main__":
