@@ -8,8 +8,8 @@ Loss: -sum_t log pi(a_t | h_t, r) over the assistant's tokens, r being the rewar
 where the episode's computed reward is 1, <|low_reward|> where it is 0. Successes and failures are 1:1. Plain SFT uses
 the successes only, without a token.
 
-Defaults for pretrained models are the paper's. Its 450 updates of RCTP-FT against 90 of plain SFT are unequal: give both
-the same number (--plain --epochs 10) to compare them.
+Defaults for pretrained models are the paper's. Its 450 updates of RCTP-FT against 90 of plain SFT are unequal: give
+both the same number (--plain --epochs 10) to compare them.
 
 Departures: failures come from golden trajectories with realistic mistakes (`corrupt`), or, with --failures policy, from
 episodes sampled from the model itself. The built-in model's preset gives failures three mistakes but a fifth of the

@@ -166,7 +166,7 @@ ALARM, GONE = ask("set_alarm", hour=5, on=True), ask("close_ticket", ticket=999)
     ([ask("fly")], [], (1, 0, 0)), ([GONE], [GONE], (1, 1, 1)),     # one that cannot bind; one that is refused
     ([ALARM], [ask("set_alarm", hour=5)], (1, 1, 1)), ([ALARM], [ask("set_alarm", hour=5.0, on=True)], (1, 1, 1)),
     ([ALARM], [ask("set_alarm", hour=5, on=1)], (0, 0, 0)), ([ALARM], [ask("set_alarm", hour=math.nan)], (0, 0, 0)),
-    ([ALARM], [ask("set_alarm", hour=5, on=False)], (0, 0, 0)),     # an argument that the golden call leaves out is free
+    ([ALARM], [ask("set_alarm", hour=5, on=False)], (0, 0, 0)),     # one that the golden call leaves out is free
     ([ask("set_alarm", hour=5)], [ask("set_alarm", hour=5, on=False)], (0, 1, 0))])
 def test_reward_wants_each_golden_call(golden, played, wanted):
     """Appendix D: once is enough, with all arguments given; defaults are filled in, 5.0 is 5 but 1 is not true."""
